@@ -322,7 +322,7 @@ def time_by_kind(work: Callable[[], None]) -> dict[str, float]:
 
 def variants(check: Check) -> None:
     """Time token gathering, the EMA update, and training steps with one setting of torch or train.py changed.
-    They take turns with default steps. torch's autograd cache is off: it ignores sdpa_kernel. On a CPU: one setting."""
+    They take turns with default steps. AOTAutograd's cache is off, as it ignores sdpa_kernel. On a CPU: one setting."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 

@@ -195,7 +195,7 @@ def curves(records: Mapping[Point, dict], baseline: dict) -> list[Panel]:
 
 
 def draw_maps(path: Path, sweep: Sweep, records: Mapping[Point, dict], metric: str) -> None:
-    """Draw maps over both branches' ratios: of `metric` per ω and interval, of FLOPs over no guidance per interval."""
+    """Draw maps over both branches' ratios: `metric` per ω and interval; FLOPs relative to no guidance per interval."""
     strong, weak = sweep.strong or STRONG, sweep.weak or WEAK
 
     def matrix(scale: float, interval: tuple[float, ...] | None, key: str) -> np.ndarray:

@@ -26,8 +26,8 @@ Results = Mapping[str, list[Made]]  # arm → its runs
 
 
 def finished(results: Path, again: bool = False) -> dict[str, dict]:
-    """Return {training's hash: its result.json}, parsed, of the folder `results` and, unless `again`, of the published
-    results. The folder's counts unless only the published one is trained fully; scores merge if points are equal."""
+    """Return {training's hash: its parsed result.json} in the folder `results` and, unless `again`, published results.
+    Of two, the folder's counts unless only the published one is fully trained. If "points" are equal, scores merge."""
     paths = () if again else sorted(HERE.glob("*/results.json"))
     published = [json.loads(path.read_text())["runs"].values() for path in paths]
     own = [json.loads(path.read_text()) for path in sorted(results.glob("*/*/*/result.json"))]
@@ -58,8 +58,8 @@ def missing(runs: Sequence[Planned], made: Mapping[str, dict]) -> str:
 
 
 def gather(runs: Sequence[Planned], made: Mapping[str, dict]) -> dict[str, list[Made]]:
-    """Return {arm: its trained runs, scored or not; if none is trained, the run that got furthest}. `made` is
-    {training's hash: its result.json}. Of an arm that uses an earlier arm's trainings, only fully scored runs count."""
+    """Return {arm: its trained runs, scored or not; if none is trained, the run that got furthest}. A run that shares
+    its training with an earlier arm counts only if fully scored. `made` is {training's hash: its result.json}."""
     results: dict[str, list[Made]] = {run.arm: [] for run in runs}
     shown: set[str] = set()  # keys of trainings
     for arm, each in results.items():

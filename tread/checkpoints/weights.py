@@ -47,7 +47,7 @@ def usual_heads(hidden_size: int) -> int | None:
 
 def sizes(state: Mapping[str, Tensor]) -> dict[str, int | float | bool]:
     """Return {dotted name: value} of the settings that a state dict's names and shapes show, such as "model.depth".
-    Only rotary tables show "model.num_heads" and "model.positions". {} without a patch embedding's weight (FIRST)."""
+    "model.num_heads" and "model.positions" are told by rotary tables only. {} if the patch embedding is missing."""
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     if len(shapes.get(FIRST, ())) != 4:
         return {}
@@ -73,7 +73,7 @@ def _kind_of(settings: Mapping[str, object]) -> type[NetworkOptions]:
 
 def _usual(settings: Mapping[str, object]) -> dict[str, object]:
     """Return {"model.<name>": value} of settings that change a network's output for given weights: the options of
-    settings["model.architecture"] that have a default, and its `constants`, which are options in other ones."""
+    settings["model.architecture"] that have a default, and its `constants` (options in other architectures only)."""
     kind = _kind_of(settings)
     return {f"model.{name}": getattr(kind, name) for name in kind.deciding() if hasattr(kind, name)}
 
@@ -254,9 +254,9 @@ class StoredWeights:
 
 
 def read_weights(path: Path, weights: str = "ema") -> StoredWeights:
-    """Read the "ema" or "model" (raw) weights of a checkpoint, a file, or a folder with one .safetensors file besides
-    base.safetensors. Raises FileNotFoundError if there are none; ValueError if they are damaged or only of the other
-    kind. But if `path` is itself a checkpoint's model.safetensors, its raw weights are read for "ema", too."""
+    """Read the "ema" or "model" (raw) weights of a checkpoint, a file, or a folder with one .safetensors file, not
+    counting LoRA's base.safetensors. Raises FileNotFoundError if there are none; ValueError if they are damaged or only
+    of the other kind. But if `path` is a checkpoint's file model.safetensors, its raw weights serve as "ema"."""
     known = (path / "info.json").exists() or checkpoint.newest(path)
     files = () if known else [file for file in path.glob("*.safetensors") if file.name != checkpoint.BASE]
     path = files[0] if len(files) == 1 else path

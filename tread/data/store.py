@@ -54,7 +54,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards made with another plan; without `again`, they raise ValueError.
-        begun  {key: value} that plan.json of unfinished work must have in place of `plan`'s value for the key.
+        begun  {key: value} to replace in `plan` before it is compared with the plan.json of unfinished work.
 
         The ValueError says what differs. Raises OSError if the folder cannot be written.
         """
@@ -63,11 +63,12 @@ class ShardStore:
             before = json.loads(path.read_text())
         except (OSError, ValueError):
             before = {}
-        same = before == {**fresh, **(begun or {})}
+        expected = {**fresh, **(begun or {})}
+        same = before == expected
         if not (same or again) and any(self.notes()):
             said = f"{self.work} holds unfinished work of another kind: continue it as it was begun, or start anew"
             raise ValueError(
-                f"{said} (remove the folder, or again=true where there is that option)\n{differences(before, fresh)}"
+                f"{said} (remove the folder, or again=true where there is that option)\n{differences(before, expected)}"
             )
         with explain_failure(self.work):
             self.work.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,7 @@ class ShardStore:
         check_place(self.work, int(1.01 * rows * self.row_bytes) + further)
 
     def save(self, kind: str, number: int, array: np.ndarray | Stream) -> dict[str, str]:
-        """Write one array of a shard to a file. Returns {kind: file name, kind_sha256: hash}, for the shard's note."""
+        """Write one array of a shard to a file. Returns {kind: file name, <kind>_sha256: hash} for the shard's note."""
         path = self.data / self._names.get(kind, f"{kind}-{{}}.npy").format(f"{number:05d}")
         with explain_failure(path), whole_file(path) as partial, partial.open("wb") as file:
             write_array(file, array)

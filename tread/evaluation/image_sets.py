@@ -44,13 +44,13 @@ class Pictures:
     """Pictures in a fixed order, read in parts.
 
     where       their file or folder, for messages.
-    count       number of pictures, including files whose damage shows only in decoding (see extract_all).
+    count       number of pictures, including files whose damage shows only in decoding, until extract_all decodes them.
     resolution  (H, W)
     sha256      hash of an .npz file; for a folder or tar, of names, contents and crop; for a dataset, of file hashes.
     read        function (start, stop) → (n, 3, H, W) uint8, fastest if called in ascending order. Damaged files raise
                 ValueError; given a list as third argument, a folder or tar skips them and adds (name, reason) to it.
     skip        whether extract_all leaves out damaged files; if not, it raises ValueError for them.
-    damaged     (name, reason) of the files known to be damaged, which are left out.
+    damaged     (name, reason) of the files found to be damaged, which `count` leaves out.
     """
 
     where: str
@@ -67,7 +67,7 @@ def open_pictures(path: Path, crop: Crop | None, processes: Processes, skip: boo
 
     crop  how photos of a folder or tar are prepared, as for training: converted to RGB and cropped as ADM does. None:
           pictures must be 8-bit RGB of one size, and are taken as they are.
-    skip  whether damaged files of a folder or tar are left out; if not, they raise ValueError, some in extract_all.
+    skip  True: damaged files of a folder or tar are left out. False: ValueError, here or, once decoded, in extract_all.
 
     Raises FileNotFoundError if nothing is at `path`, ValueError for unfit or damaged files or fewer than 2 pictures.
     """

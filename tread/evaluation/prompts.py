@@ -72,8 +72,8 @@ def encode_prompts(
 
 @dataclass(frozen=True)
 class ScoredPrompts:
-    """Captions numbered 0..count−1, in the order of their pictures, that samples are drawn for and scored with.
-    Those for EmojiJudge (scorers.py) come from training and held-out data: `data` is the latter, `sha256` both hashes.
+    """Captions numbered 0..count−1, in their pictures' order, to draw samples for and to score them with. EmojiJudge
+    (scorers.py) uses training and held-out captions: `data` is then the held-out dataset, `sha256` both hashes joined.
 
     data    the captions' dataset.
     count   number of captions.

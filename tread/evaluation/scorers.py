@@ -55,9 +55,9 @@ class Scorer(ABC):
 
     @abstractmethod
     def score(self, samples: ShardStore) -> Scores:
-        """Score a store of samples, which holds pictures, labels and the arrays of `prepare`, or for pictures read from
-        files only these arrays. Returns {metric: value}, {metric: why it has no value}, and {metric: number of pictures
-        it is computed from} where that is not the number of samples. Only the main process calls this."""
+        """Score a store of samples: pictures, labels and the arrays of `prepare`, or, if the pictures come from files,
+        only the arrays. Returns {metric: value}, {metric: why it has no value}, and {metric: number of pictures it is
+        computed from} where that is not the number of samples. Only the main process calls this."""
 
     def warnings(self, samples: int) -> list[str]:
         """Return warnings to record with a score of `samples` samples."""

@@ -200,8 +200,8 @@ def emoji_of(part: str) -> list[Emoji]:
 def prepare_emoji(folder: Path, part: str, encoder: str | None = None) -> None:
     """Write the part "train" or "heldout" as a dataset of pixels in −1..1 with captions, unless the folder exists.
 
-    encoder  name of a text encoder (see encoders/language.py); captions as encoded by it are added if the folder lacks
-             them. The captions of "train" decide its vocabulary or number of tokens if it sets none. None: add none.
+    encoder  name of a text encoder (see encoders/language.py); the captions' encodings by it are added if the folder
+             lacks them. If it sets no vocabulary or number of tokens, captions of "train" decide these. None: add none.
 
     index.json of "heldout" records as "compositions" how many of its first samples are held-out combinations of
     activity, gender and skin tone. Several processes may call this at once; one encodes the captions, the others wait.

@@ -44,7 +44,7 @@ MUCH = 4  # the report names pictures enlarged by more than this factor
 
 @dataclass
 class Crops:
-    """Cropped photos: (pixels (3, size, size) uint8, "", photo size (W, H)); if unreadable (None, reason, (0, 0))."""
+    """Crops photos. Items: (pixels (3, size, size) uint8, "", photo size (W, H)); (None, reason, (0, 0)) on failure."""
 
     photos: Photos
     crop: Crop
@@ -106,8 +106,8 @@ def source_hash(photos: Photos) -> str:
 
 
 def begun_with(photos: Photos, writers: Iterable[DatasetWriter]) -> Photos:
-    """Return the photos as listed when the unfinished work of `writers` began: put back damaged pictures removed since
-    then, with None as file, so that all others stay in their shards. Shards' notes (see make_shards) list these."""
+    """Return the photos as listed when the unfinished work of `writers` began. Damaged pictures that were removed since
+    then, listed in the shards' notes (see make_shards), are added with file None, so that others keep their shards."""
     notes = [note for writer in writers for note in writer.notes(True)]
     damaged = {place: (name, label) for note in notes for place, name, label, _ in note.get("damaged", ())}
     if not damaged:
@@ -130,7 +130,7 @@ def shards_of(photos: Photos, heldout: float | int | str | None, shard_size: int
 
 
 def check_damage(photos: Photos, writers: Iterable[DatasetWriter]) -> None:
-    """Raise ValueError with a list of them if pictures that `writers` left out as damaged are still in the source."""
+    """Raise ValueError if pictures that `writers` left out as damaged are still in the source. The error lists them."""
     there = photos.there
     faults = sorted(tuple(picture) for writer in writers for note in writer.notes() for picture in note["damaged"])
     if damaged := [(name, why) for _, name, _, why in faults if name in there]:

@@ -44,7 +44,7 @@ class TextOptions:
 def prepare_text(options: TextOptions, processes: Processes) -> None:
     """Add the captions in the file options.captions, if any, to a dataset, then encode its captions and those of its
     held-out dataset. Held-out text takes the number of tokens and the vocabulary from its training data's text. With
-    options.like, the dataset's own text takes both from the dataset named there, and the held-out one is left alone."""
+    options.like, the dataset's own text takes both from the dataset named there, and held-out text is not encoded."""
     folder = Path(options.dataset.path)
     index = read_index(folder)
     if options.captions is not None:

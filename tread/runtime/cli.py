@@ -169,8 +169,8 @@ def read_choice(configs: Path, group: str, name: str) -> dict:
 
 
 def answer_help(doc: str, config: Path | None = None) -> None:
-    """If sys.argv holds --help or -h, print `doc`, the script's docstring, and the config file `config`, and exit. Only
-    "--help all" prints keys below a line "# Below are …", and files in Hydra's defaults list that have no group."""
+    """If sys.argv holds --help or -h, print `doc`, the script's docstring, and the config file `config` up to a line
+    "# Below are …", and exit. "--help all" also prints the rest, and files in Hydra's defaults list without a group."""
     if not {"--help", "-h"} & {*sys.argv[1:]}:
         return
     parts, files = [doc.strip()], [config] if config else []

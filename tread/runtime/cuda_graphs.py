@@ -18,16 +18,16 @@ Replay = Callable[[], Any]  # repeats a recorded call, and returns what the call
 
 
 def kind_of(given: Any) -> tuple[tuple, list[Tensor]]:
-    """Return the kind of a call with the nested tuple `given`, and the tensors in it. Calls of one kind can share a
-    graph: their tensors' shapes and dtypes and their other values are equal. Numpy arrays are ignored."""
+    """Return the kind of a call with arguments `given`, a nested tuple, and the tensors in it. Calls of one kind can
+    share a graph: their tensors' shapes and dtypes and their other values are equal. Numpy arrays are ignored."""
     leaves = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Hashable)]
     tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
     return tuple((leaf.shape, leaf.dtype) if torch.is_tensor(leaf) else leaf for leaf in leaves), tensors
 
 
 def record(stream: "torch.cuda.Stream", pool: tuple[int, int], call: Replay) -> Replay:
-    """Record `call` as a CUDA graph on `stream`, with memory of `pool`, without running it, and return a function that
-    replays it. If the recording fails, its exception is raised."""
+    """Record `call` as a CUDA graph on `stream`, without running it, and return a function that replays it. The graph's
+    memory comes from `pool`, a graph_pool_handle of torch.cuda. If the recording fails, its exception is raised."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(stream):
@@ -81,9 +81,9 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording(networks: Collection[nn.Module]) -> Iterator[Recorder | None]:
-    """Context that yields a Recorder for calls of the networks, all on one device. It yields None without CUDA; outside
-    the main thread, as graphs read weights in autocast's cache, which other threads may clear; and if a module has
-    hooks or an instance attribute `forward`, as a replayed graph calls no Python code."""
+    """Context that yields a Recorder for calls of the networks, all on one device. It yields None in three cases:
+    without CUDA; outside the main thread (graphs read weights in autocast's cache, which other threads may clear); and
+    if a module has hooks or an instance attribute `forward` (a replayed graph calls no Python code)."""
     device = next(next(iter(networks)).parameters()).device
     modules = [module for network in networks for module in network.modules()]
     hooked = any(item._forward_hooks or item._forward_pre_hooks or "forward" in vars(item) for item in modules)

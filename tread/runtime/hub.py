@@ -1,4 +1,4 @@
-"""Downloads from and uploads to the Hugging Face hub, which must answer in seconds: libraries alone wait minutes."""
+"""Downloads from and uploads to the Hugging Face hub; gives up after seconds, not minutes, without an answer."""
 
 import contextlib
 import re
@@ -22,7 +22,7 @@ def check_id(name: str) -> None:
 
 def is_cached(name: str, weights: Sequence[str]) -> bool:
     """Return whether the cache holds the hub's model `name`: its config.json and at least one of the files `weights`.
-    Raises ValueError if `name` is not a hub id and, instead of returning False, OSError if the hub does not answer."""
+    Raises ValueError if `name` is not a hub id, and OSError if they are not cached and the hub does not answer."""
     from huggingface_hub import try_to_load_from_cache  # imported here because it takes long
 
     check_id(name)

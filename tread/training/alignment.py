@@ -147,8 +147,8 @@ class Aligner:
 
     @torch.no_grad()
     def targets(
-        self, process: Process, batch: Batch, x: Tensor, y: Condition, normal: Tensor, noise: Tensor, back: Tensor,
-        token_noise: Tensor | None = None,
+        self, process: Process, batch: Batch, x: Tensor, y: Condition, normal: Tensor, noise: Tensor,
+        back: Tensor | None,         token_noise: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return targets (B, N, z): encoder features of `batch` ("repa") or a block's output in the teacher ("self").
 
@@ -176,7 +176,7 @@ class Aligner:
         return [run[block] for block in self.module.blocks]
 
     def flops(self, routes: Sequence[Route]) -> int:
-        """Return alignment's FLOPs per sample: projector, both passes, and live encoder or teacher, forward only."""
+        """Return alignment's FLOPs per sample: projector, forward and backward; live encoder or teacher, forward."""
         layers = [layer.weight.numel() for layer in self.module.projector if isinstance(layer, nn.Linear)]
         flops = self.encoder_flops + 3 * 2 * sum(layers) * sum(self.tokens(routes))
         if self.teacher is not None:

@@ -29,8 +29,8 @@ class Launch:
 
 @contextlib.contextmanager
 def launched() -> Iterator[Launch]:
-    """Context that yields a Launch, whose `run` and `finished` train.py sets inside. It listens for stop signals, turns
-    expected errors into exit code 1 and a message without traceback, and exits with INTERRUPTED if not finished."""
+    """Context that yields a Launch, in which train.py sets `run` and `finished`. It listens for stop signals, turns
+    expected errors into exit code 1 and a message without traceback, and exits with code 75 if `finished` is False."""
     launch = Launch(Stop())
     try:
         yield launch

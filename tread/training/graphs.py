@@ -84,8 +84,8 @@ class Graphs:
         kind.buffers to a copy of `tensors`, the tensors in the step's `inputs`. The run's weights do not change.
 
         If recording fails in one process, or the graph's losses or gradient norms differ there from those without it
-        (AssertionError), all processes raise an error. If a trial step fails, before recording or in a replay, only
-        the process where it does raises the error, as Failure if the run has several processes.
+        (AssertionError), all processes raise an error. If a trial step fails in one process, before recording
+        or in a replay, only that process raises an error, which is a Failure if the run has several processes.
         """
         run, cloned = self.run, tree_map_only(Tensor, torch.clone, inputs)
         kind.buffers = kind_of(cloned)[1]
@@ -119,8 +119,8 @@ class Graphs:
 
 
 def record_graph(run: Run, stream: "torch.cuda.Stream", pool: tuple[int, int], step: Replay) -> Replay:
-    """Record `step` as a CUDA graph with memory of `pool`, without running it, and return a function that replays it.
-    Raises the recording's error, or MemoryError if little memory is left."""
+    """Record `step` as a CUDA graph in the memory pool `pool`, without running it, and return a function that replays
+    it. Raises the recording's error, or MemoryError if less than a tenth of the device's memory is left."""
     groups = run.optimizer.param_groups
     before = [group["capturable"] for group in groups]
     for group in groups:  # a fused optimizer has its state on the device anyway

@@ -38,8 +38,8 @@ from tread.training.run import Failure, Run
 
 class Clock:
     """Measures the time and FLOPs of training, not of evaluating and saving, over the whole run and since the last log.
-    The first steps are slow (compilation, recording of CUDA graphs). The forecast of the time left leaves them out. So
-    does the logged speed, except in a log that is due after one of these steps."""
+    The first steps are slow (compilation, recording of CUDA graphs): the forecast of the time left leaves them out, and
+    the logged speed does too, unless the log is due right after one of them."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.start_step, self.began = run, run.step, time.perf_counter()
@@ -115,8 +115,8 @@ def log(run: Run, clock: Clock) -> str:
 
 def read_statistics(run: Run) -> dict:
     """Return StepStatistics.read's values; "loss" (and "alignment", with an aligner) is a list with a sum per process.
-    Raises Failure if more than train.max_bad_steps steps in a row were bad (loss or gradient not finite), or if over
-    half of the last 100 were, from step train.max_bad_steps on or at the last step. All processes must call this."""
+    Raises Failure if more than train.max_bad_steps steps in a row were bad (loss or gradient not finite) or,
+    from step train.max_bad_steps on and at the last step, over half of the last 100 were. All processes call this."""
     sums, most = run.statistics.read(), run.cfg.train.max_bad_steps
     for name in ("loss", "alignment") if run.aligner else ("loss",):
         sums[name] = run.processes.gather(torch.tensor([sums[name]], device=run.device)).tolist()
@@ -138,7 +138,7 @@ def mostly_bad(sums: dict) -> bool:
 
 
 def recent_bad_steps(run: Run, sums: dict) -> list[int]:
-    """Return which of the last 100 steps (numbered from 0) had non-finite loss or gradient. `sums`: read_statistics."""
+    """Return the numbers (from 0) of the bad ones of the last 100 steps; see read_statistics, which returned `sums`."""
     first = run.step - len(sums["recent"])
     return [first + number for number, flag in enumerate(sums["recent"]) if flag == "1"]
 
@@ -161,8 +161,8 @@ def explain_bad_steps(run: Run, steps: Sequence[int], where: str) -> str:
 
 
 def look_at_samples(run: Run, steps: Sequence[int]) -> tuple[bool, str]:
-    """Search the training samples of `steps` for NaN and infinity, in the first 100 steps only, or fewer if a batch has
-    over 256 samples. Returns (whether any was found, a text that names the samples or says that there are none)."""
+    """Search the training samples of `steps`, at most the first 100 of these (fewer if a batch has over 256 samples),
+    for NaN and infinity. Returns (whether any was found, a text that names the samples or says that there are none)."""
     size = run.cfg.train.batch_size
     looked = steps[: min(100, max(1, 25_600 // size))]
     if spoilt := name_spoilt(run.data, (run.data.batch(run.cfg.seed, step, size) for step in looked)):
@@ -220,7 +220,7 @@ def evaluate_and_save(run: Run, postponed: bool) -> tuple[bool, bool]:
 
 
 def save_due(run: Run, asked: bool, leaving: bool = False) -> bool:
-    """Save an EMA snapshot if due, and a checkpoint if due or `asked`. Returns whether `save` refused a checkpoint."""
+    """Save an EMA snapshot if due; if due or `asked`, call save(run, leaving). Returns True if that returned False."""
     powers, every = run.trained.power_tensors, run.cfg.every.save
     if powers and run.due(run.cfg.ema.snapshot_every or every):
         run.processes.from_main(lambda: posthoc_ema.save_snapshot(run.folder, run.step, powers))
@@ -228,8 +228,8 @@ def save_due(run: Run, asked: bool, leaving: bool = False) -> bool:
 
 
 def evaluate_and_draw(run: Run, done: Collection[str] = ()) -> bool:
-    """Do the evaluation, FID and sample grid due after run.step steps, except those in `done`, as done_before names
-    them. Returns False if asked to stop. If the loss is not finite, raises Failure or, for bad samples, ValueError."""
+    """Do the evaluation, FID and sample grid due after run.step steps, except `done` ones (see done_before). Returns
+    False if asked to stop. If the held-out loss isn't finite, raises ValueError if its samples aren't, else Failure."""
     metric, cfg = run.model.process.evaluation, run.cfg
     if run.heldout is not None and run.due(cfg.every.evaluate) and metric not in done:
         with run.timed("eval"):
@@ -412,7 +412,7 @@ def finish_saving(run: Run, wait: bool = True) -> None:
 
 def judge_demo(run: Run) -> None:
     """Draw run.demo_samples pictures with the EMA weights, and record scores from judge_digits or judge_emoji, unless
-    recorded already. Raises ValueError or OSError if emoji's Inception weights are named or cached, but unreadable."""
+    recorded already. For emoji, raises ValueError or OSError if find_at_hand's Inception weights can't be read."""
     count = run.demo_samples
     if not run.main or not count or "demo_samples" in done_before(run):
         return
