@@ -28,6 +28,7 @@ from tread.encoders.autoencoder import load_decoder
 from tread.encoders.language import text_encoder
 from tread.evaluation import scoring
 from tread.evaluation.prompts import read_prompts
+from tread.evaluation.similarity import open_latents
 from tread.runtime import cli
 
 TRAIN = [["a red apple"], ["an apple, cut open", "half an apple"], ["a woman with a hat"]] * 2
@@ -278,6 +279,8 @@ def test_what_can_not_be_scored_is_refused(folder, clip, inception_file, tmp_pat
     other = write_captioned(tmp_path / "other", HELD, text_encoder("words", ["other words"]))
     write_captioned(tmp_path / "none", HELD)
     assert len(other) == 3
+    with pytest.raises(ValueError, match="other text than .* was trained with"):
+        open_latents(opened(folder / "results/words"), str(tmp_path / "other"))
     (tmp_path / "p.txt").touch()
     words, classes = "checkpoint=results/words", "checkpoint=results/classes"
     assert_refused(

@@ -260,6 +260,10 @@ def test_files_that_are_there_already_are_kept(tmp_path, run):
     assert kept == {name.replace(".", "-1."): content.encode() for name, content in own.items()}
     assert read_json(tmp_path / "mine/fid.json")["count"] == 10
 
+    (tmp_path / "mine/fid.json").unlink()  # samples.npz then belongs to no score
+    score_files.ScoreFiles(tmp_path / "mine").make_room({}, ["fid.json", "fid.png"])
+    assert (tmp_path / "mine/samples.npz").exists() and not (tmp_path / "mine/fid.png").exists()
+
     before = (tmp_path / "reference.npz").read_bytes()
     refused = refusal(tmp_path, "reference=reference.npz", "save_reference=reference.npz")
     assert "is there already" in refused and (tmp_path / "reference.npz").read_bytes() == before

@@ -49,7 +49,7 @@ class SavedNetwork:
 
     @property
     def trained_routes(self) -> tuple[Route, ...]:
-        """The network's token routes; () if it was trained from random weights without any (train.routes_until=0)."""
+        """The model's token routes; () if train.routes_until=0, unless it began with weights from elsewhere."""
         config = self.found.info["config"]
         elsewhere = config.get("init_from") or "samples" not in self.found.info  # imported
         return self.cfg.model.routes if elsewhere or config["train"].get("routes_until") != 0 else ()

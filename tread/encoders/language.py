@@ -39,8 +39,10 @@ WORD = re.compile(r"[^\W_]+(?:[-'.][^\W_]+)*|[^\w\s,;:.()!?\"“”'-]")  # word
 
 
 def split_words(caption: str) -> list[str]:
-    """Return a caption's words in lower case, without punctuation."""
-    return WORD.findall(unicodedata.normalize("NFKC", caption).replace("’", "'").lower())
+    """Return a caption's words in lower case, without punctuation. Combining marks (as in Hindi) belong to words."""
+    text = unicodedata.normalize("NFKC", caption).replace("’", "'").lower()
+    marked = "".join("x" if unicodedata.category(letter) in ("Mn", "Mc", "Cf") else letter for letter in text)
+    return [text[slice(*found.span())] for found in WORD.finditer(marked)]
 
 
 def make_vocabulary(captions: Iterable[str]) -> tuple[str, ...]:

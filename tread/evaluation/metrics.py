@@ -123,7 +123,7 @@ def _radii(features: Tensor, seen: Seen) -> Tensor:
 
 
 def _inside(points: Tensor, centres: Tensor, radii: Tensor, seen: Seen) -> float:
-    """Return the share of points in at least one ball (squared `radii` around `centres`); call seen(rows just done)."""
+    """Return the share of points in any ball, `radii` being squared, one per centre; call seen(number of rows done)."""
     inside = sum((block <= radii).any(dim=1).sum() for block in _distances(points, centres, seen))
     return inside.item() / len(points)
 

@@ -99,17 +99,22 @@ def heldout_folder(saved: SavedNetwork) -> Path:
     return Path(name)
 
 
+def check_text(saved: SavedNetwork, text: TextSpec, folder: Path) -> TextSpec:
+    """Return the `text` of the dataset in `folder`. Raises ValueError if it isn't what the network was trained with."""
+    wanted = TextSpec(**asdict(saved.cfg.text))
+    if text != wanted:
+        theirs = f"{folder} has other text than {saved.found.folder} was trained with"
+        raise ValueError(f"{theirs}: {text.describe()}, and that was {wanted.describe()}")
+    return wanted
+
+
 def open_prompts(saved: SavedNetwork, asked: str, with_words: bool) -> ScoredPrompts:
     """Open the captions to score a network on: those of its run's held-out data if `asked` is "heldout", else those of
     the dataset in the folder `asked`; with_words=True also reads their text. Raises FileNotFoundError or ValueError if
     they can't be opened, were not encoded as in training, or lack the text that with_words needs."""
     folder = heldout_folder(saved) if asked == HELDOUT else Path(asked).expanduser()
-    wanted = TextSpec(**asdict(saved.cfg.text))
-    data = LatentDataset(folder, text=wanted.encoder)
-    if data.text_spec != wanted:
-        theirs = f"{folder} has other text than {saved.found.folder} was trained with"
-        raise ValueError(f"{theirs}: {data.text_spec.describe()}, and that was {wanted.describe()}")
-    index = read_index(folder)
+    data, index = LatentDataset(folder, text=saved.cfg.text.encoder), read_index(folder)
+    wanted = check_text(saved, data.text_spec, folder)
     count = index["text"][text_encoder_name(wanted.encoder)]["captions"]
     parts = {"latents": latents_hash(index), "captions": index.get("captions"), "text": asdict(wanted)}
     digest = content_hash(json.dumps(parts, sort_keys=True))

@@ -5,7 +5,7 @@ A new score with other settings takes the name fid.json: the older one becomes f
 import csv
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +52,13 @@ class ScoreFiles:
                 return self.path("fid.json", number), record
         return None
 
-    def make_room(self, settings: dict, scored: str = "") -> None:
-        """Unless the newest score has these settings, rename its files to fid-1.json, …, not the samples `scored`."""
+    def make_room(self, settings: dict, written: Collection[str], scored: str = "") -> None:
+        """Unless the newest score has these settings, rename its files, and others of the names `written`, to
+        fid-1.json, …, but not the samples `scored`. A samples.npz that belongs to no score stays as it is."""
         if not self._is(None, settings):
-            number = self._free()
+            number, older = self._free(), self.path("fid.json").exists()
             for name in self._there():
-                if self.path(name).resolve() != Path(scored).resolve():
+                if (older or name in written) and self.path(name).resolve() != Path(scored).resolve():
                     self.path(name).replace(self.path(name, number))
 
 
@@ -98,10 +99,10 @@ def columns(record: Mapping) -> list[str]:
 def add_line(path: Path, record: dict) -> None:
     """Append the score `record`, fid.json's content, to the .csv `path`. A file with other columns is renamed first."""
     head = columns(record)
-    if path.exists() and path.read_text().partition("\n")[0].strip() != ",".join(head):
+    if path.exists() and path.read_bytes().partition(b"\n")[0].strip() != ",".join(head).encode():
         number = next(n for n in itertools.count(1) if not path.with_name(f"{path.stem}-{n}.csv").exists())
         path.replace(path.with_name(f"{path.stem}-{number}.csv"))
-    with path.open("a", newline="") as file:
+    with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, head, extrasaction="ignore")
         if not file.tell():
             writer.writeheader()

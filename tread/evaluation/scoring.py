@@ -33,7 +33,7 @@ from tread.evaluation.image_sets import Pictures, extract_all, feature_store, op
 from tread.evaluation.prompts import HELDOUT, ScoredPrompts, heldout_folder, open_prompts
 from tread.evaluation.reference import SHIPPED, Reference, check_size, save_statistics
 from tread.evaluation.sample_files import describe_drawing
-from tread.evaluation.score_files import ScoreFiles, add_line, table
+from tread.evaluation.score_files import NAMES, ScoreFiles, add_line, table
 from tread.evaluation.scorers import EMBEDDED, ReferenceScorer, Scorer, Unscored, open_scorer
 from tread.preparing import cifar10
 from tread.preparing.images import Crop
@@ -397,7 +397,7 @@ def files_beside(options: ScoringOptions) -> ScoreFiles:
         return ScoreFiles(Path(options.out))
     path = Path(options.samples)
     path = path.resolve() if path.name in ("", "..") else path
-    name = path.name if path.is_dir() else path.stem
+    name = path.stem if path.is_file() else path.name  # also a folder in a tar
     return ScoreFiles(next(parent for parent in path.parents if parent.is_dir()), f"{name}.")
 
 
@@ -546,13 +546,13 @@ class CheckpointScoring:
         """Write fid.json and fid.png, add a line to fid.csv, write samples.npz if wanted, and print the score."""
         files, parts = self.files, self.parts
         with explain_failure(files.folder):
-            files.make_room(self.settings)
+            files.make_room(self.settings, NAMES if self.plan.options.save_samples else NAMES[1:])
             save_grid(files.path("fid.png"), parts.first("pictures", GRID), columns=8)
             if self.plan.options.save_samples:
                 tqdm.write(f"  writing   {files.path('samples.npz')}")
                 save_npz(files.path("samples.npz"), parts.arrays("pictures"), parts.whole("labels"))
+            add_line(self.lines, record)  # first: if this fails, the same command scores again
             write_json(files.path("fid.json"), record)
-            add_line(self.lines, record)
         tqdm.write(f"{table(record)}\n  written   {files.path('fid.json')}")
 
 
@@ -602,7 +602,7 @@ def score_pictures(samples: Pictures, scorer: ReferenceScorer, options: ScoringO
         }
         files = files_beside(options)
         with explain_failure(files.folder):
-            files.make_room(record["settings"], options.samples)
+            files.make_room(record["settings"], ["fid.json"], options.samples)
             write_json(files.path("fid.json"), record)
         tqdm.write(f"{table(record)}\n  written   {files.path('fid.json')}")
     processes.wait()

@@ -23,6 +23,7 @@ from tread.data.dataset import LatentDataset
 from tread.diffusion.guidance import Routes
 from tread.diffusion.sampling import Model
 from tread.evaluation.heldout_loss import read_points
+from tread.evaluation.prompts import check_text
 from tread.models.backbone import Backbone
 from tread.preparing import digits
 from tread.routing.ids import RULES, check_ratio, pair
@@ -136,6 +137,11 @@ def open_latents(saved: SavedNetwork, folder: str | None = None) -> LatentDatase
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; if the latents of the training have moved: data=<folder>") from error
     data.steps_per_epoch(1)
+    if model.takes_text:
+        check_text(saved, data.text_spec, place)
+    tokens = [data.class_fingerprint, saved.found.info.get("class_token")]
+    if model.class_token and None not in tokens and tokens[0] != tokens[1]:
+        raise ValueError(f"{place} has class tokens of another encoder than the network was trained with")
     trained, known = saved.latents, None not in (data.latents.fingerprint, saved.latents.fingerprint)
     for name in ("shape", "classes", "scale", "shift", "fingerprint" if known else "autoencoder"):
         there, here = getattr(trained, name), getattr(data.latents, name)

@@ -199,7 +199,7 @@ def verdicts(groups: Sequence[SeedGroup]) -> list[str]:
 
 
 def reach(run: SeedGroup, other: SeedGroup, metric: str) -> str:
-    """Return a sentence on when `run` first reaches the last value of `other`, in steps, FLOPs and time, if it does."""
+    """Return a sentence: whether `run` reaches the last value of `other`; if so, when first, in steps, FLOPs, time."""
     called, better = METRICS[metric].title, METRICS[metric].best
     curve, goal = run.curve(metric), other.curve(metric)[-1]
     best, spread = better(point.value for point in curve), (goal.spread or 0) + (curve[-1].spread or 0)
