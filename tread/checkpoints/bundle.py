@@ -1,7 +1,6 @@
 """Collects functions and classes of this project, with all definitions that they need, into one Python file.
 
-They are copied from the modules' source, so there is no second version to maintain. Unneeded ones are left out.
-"""
+They are copied from the modules' source, so there is no second version to maintain. Unneeded ones are left out."""
 
 import ast
 import functools

@@ -2,8 +2,7 @@
 
 A power-function EMA gives the weights at time τ the factor τ^γ. σ_rel is the width of this profile, relative to the
 training so far (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.1). From stored averages,
-tread/checkpoints/posthoc_ema.py computes averages of other widths.
-"""
+tread/checkpoints/posthoc_ema.py computes averages of other widths."""
 
 import copy
 from collections.abc import Callable, Collection

@@ -3,8 +3,7 @@
 A layer multiplies by W + alpha/rank · B·A, where W is its weight, A is (rank, inputs), and B (outputs, rank) starts at
 zero. peft makes these layers. Checkpoints of such a run hold only what was trained. The network without adapters is
 written once, to base.safetensors in the run's folder, and the checkpoints record its hash. Checkpoint.tensors merges
-the trained and the base weights, so readers of a checkpoint get whole weights and do not need peft.
-"""
+the trained and the base weights, so readers of a checkpoint get whole weights and do not need peft."""
 
 import re
 from collections.abc import Mapping

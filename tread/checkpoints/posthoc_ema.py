@@ -4,8 +4,7 @@ A run stores power-function EMAs of one or more widths σ_rel at regular steps. 
 width is nearly a weighted sum of stored ones (Karras et al. 2024, arXiv 2312.02696, "EDM2", Section 3.2, App. C).
 
 results/<run>/ema_snapshots/step_0001000.safetensors
-    keyed "<sigma_rel>/<parameter>"; fp16, or fp32 for a tensor with values that overflow fp16
-"""
+    keyed "<sigma_rel>/<parameter>"; fp16, or fp32 for a tensor with values that overflow fp16"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,7 @@
 """Loads weights of other runs and other people, and checks that they fit a network and have the same meaning in it.
 
 Shapes don't tell how many heads a network has, which way its time runs or which class is number 3. Our checkpoints
-record such facts in info.json beside their files; other people's files do not.
-"""
+record such facts in info.json beside their files; other people's files do not."""
 
 import math
 import re

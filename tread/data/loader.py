@@ -1,8 +1,7 @@
 """Reads batches ahead, so that they are on the device before the training step asks for them.
 
 Threads read the samples of coming steps while the device computes, and copy them to a GPU from page-locked memory on a
-separate stream. A step's samples depend on seed, step and batch size alone: reading ahead changes only the speed.
-"""
+separate stream. A step's samples depend on seed, step and batch size alone: reading ahead changes only the speed."""
 
 import sys
 import time

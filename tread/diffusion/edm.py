@@ -2,8 +2,7 @@
 
 Equation and table numbers are that paper's. Callers draw the noise. process.py documents the methods (class Process).
 
-Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64, or a Text.
-"""
+Shapes: x (B, C, S, S); sigma (B,) or a scalar; y (B,) int64, or a Text."""
 
 from dataclasses import dataclass
 from typing import Literal

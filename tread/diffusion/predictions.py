@@ -4,8 +4,7 @@ With x_t = (1−t)·x + t·ε and v = ε − x, each of the three follows from a
 2511.13720, whose time is 1 − t). To get a velocity from x or noise, one divides by t or 1 − t, here raised to at least
 `clamp`. The loss applies this clamp to prediction and target alike, so an exact prediction always has zero loss.
 
-Shapes: B samples; data, noise and predictions (B, C, S, S); t (B, 1, 1, 1) or a scalar tensor.
-"""
+Shapes: B samples; data, noise and predictions (B, C, S, S); t (B, 1, 1, 1) or a scalar tensor."""
 
 from typing import Literal
 

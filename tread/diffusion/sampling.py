@@ -2,8 +2,7 @@
 
 A sample depends only on its label and its seed, from which its noise and the tokens that skip blocks are drawn.
 
-Shapes: B samples, N tokens; latents (B, C, S, S).
-"""
+Shapes: B samples, N tokens; latents (B, C, S, S)."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence

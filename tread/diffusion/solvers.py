@@ -2,8 +2,7 @@
 
 A denoiser is a function (x, level) → D, with x (B, C, S, S) and level a 0-d tensor. The level is EDM's σ (Karras et al.
 2022, arXiv 2206.00364, Eq. 1) or rectified flow's t, whose velocity is (x − D) / t. Guidance is part of the denoiser.
-State and samples are float64 (float32 on devices without it).
-"""
+State and samples are float64 (float32 on devices without it)."""
 
 import math
 from collections.abc import Callable

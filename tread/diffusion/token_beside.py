@@ -1,8 +1,7 @@
 """Diffuses a class token (a feature of the whole picture: tread/models/class_token.py) along with the latents, at the
 same time t, with its own noise. The prediction for the token is a velocity, noise minus data, whatever rf.predicts is.
 
-Shapes: B samples, latents (B, C, S, S), class tokens (B, z).
-"""
+Shapes: B samples, latents (B, C, S, S), class tokens (B, z)."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -10,8 +10,7 @@ model=maskdit trains with the same two terms, on its only route. Only the denois
 λ(σ) for EDM. For rectified flow the velocity's error has weight 1. With D = x_t − t·v that error is
 v − (ε − x) = (x − D)/t, so the squared error of D has weight 1/t². The reconstruction is D for both processes.
 
-Shapes: B samples, C channels, S×S latents, N = (S/p)² patches in raster order, K of them kept by a route.
-"""
+Shapes: B samples, C channels, S×S latents, N = (S/p)² patches in raster order, K of them kept by a route."""
 
 from collections.abc import Sequence
 

@@ -1,8 +1,7 @@
 """Converts pixels to latents for storage, and the diffusion network's latents to pixels, by a diffusers autoencoder.
 
 The network gets stored latents after scaling (tread/data/latents.py). With the autoencoder "pixels" (autoencoder=none)
-a latent is the picture itself, 0..255 mapped to −1..1; "unknown": the source of imported latents did not name it.
-"""
+a latent is the picture itself, 0..255 mapped to −1..1; "unknown": the source of imported latents did not name it."""
 
 import hashlib
 import logging

@@ -1,8 +1,7 @@
 """The CLIP score, how well pictures fit their captions: 100·max(cos, 0) of CLIP's two embeddings (arXiv 2104.08718).
 
 The factor 100 is usual in text-to-image papers; the cited paper uses 2.5. Scores of different CLIP models, such as
-ViT-L/14 and ViT-B/32, are not comparable, so fid.json's settings include a hash of the weights.
-"""
+ViT-L/14 and ViT-B/32, are not comparable, so fid.json's settings include a hash of the weights."""
 
 from collections.abc import Sequence
 

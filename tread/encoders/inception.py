@@ -2,8 +2,7 @@
 
 It is the graph that the TTUR code and ADM's evaluator run in TensorFlow. It differs from later Inception-v3s: average
 pools leave out the padding, the last block's pool takes the maximum, batch norm has no scale, and there are 1,008
-classes. Parameter names are those of pytorch-fid's weight file, which `find_weights` downloads once.
-"""
+classes. Parameter names are those of pytorch-fid's weight file, which `find_weights` downloads once."""
 
 import os
 from collections.abc import Callable

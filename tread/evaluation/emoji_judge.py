@@ -1,8 +1,7 @@
 """Scores how well generated emoji show their prompts: the nearest real emoji should have the prompt as a caption.
 
 All real emoji are candidates, training and held-out ones. Samples are compared with them by pixels at 16×16 and, if
-the weights of FID's Inception network are on this machine, also by its features. None of the scores is an FID.
-"""
+the weights of FID's Inception network are on this machine, also by its features. None of the scores is an FID."""
 
 import itertools
 from pathlib import Path

@@ -2,8 +2,7 @@
 
 Compare runs by this number, not by the training loss: where tokens skip blocks (a route), that loss is higher, and does
 not show how good the network is on all tokens. EDM: the training loss at quantiles of the training noise levels.
-Rectified flow: the mean squared error of the velocity at evenly spaced times t.
-"""
+Rectified flow: the mean squared error of the velocity at evenly spaced times t."""
 
 from functools import partial
 

@@ -1,8 +1,7 @@
 """The table of all metrics: their names, which direction is better, and the functions that compute FID and the like.
 
 To add a metric, add a line `METRICS["mine"] = Metric("my metric", "lower")` here or in a file of your own. Scoring,
-records, figures and tables look metrics up here when they run; the order of METRICS is the order of tables' columns.
-"""
+records, figures and tables look metrics up here when they run; the order of METRICS is the order of tables' columns."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping

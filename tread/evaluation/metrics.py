@@ -1,8 +1,7 @@
 """Scores of sets of pictures, as functions of their features.
 
 FID and sFID (`frechet_distance` of two kinds of features), Inception Score, precision and recall are computed as in
-ADM's evaluator (Dhariwal & Nichol 2021, arXiv 2105.05233). KID, which ADM does not have, is computed too.
-"""
+ADM's evaluator (Dhariwal & Nichol 2021, arXiv 2105.05233). KID, which ADM does not have, is computed too."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator

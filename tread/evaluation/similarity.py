@@ -5,8 +5,7 @@ some tokens skip, a state holds only the tokens that do not skip (with Route.rej
 compared on the tokens that both hold, matched by position in the grid. The state after a route's last block holds the
 skipped tokens again, as before the route (or before block Route.rejoin), unless mask tokens replace them there.
 
-Shapes: B samples, N tokens, K kept tokens, D channels, L blocks.
-"""
+Shapes: B samples, N tokens, K kept tokens, D channels, L blocks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -4,8 +4,7 @@ Parameter names and initialisation of the embedders (embedders.py) and of the la
 code. The blocks are in dit.py, text_dit.py, rwkv.py and mamba.py. A forward pass draws no random numbers: the caller
 draws ids_keep, the indices of the tokens that do not skip, and for label dropout passes the null class as a label.
 
-Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
-"""
+Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

@@ -1,8 +1,7 @@
 """The class token of REG (Wu et al. 2025, arXiv 2507.01467): a token before the patches that embeds a noised feature
 vector of the whole picture. It has no position and skips no block. The network also predicts the feature's velocity.
 
-Shapes: B samples, N patches, z = width channels of the feature, D hidden size.
-"""
+Shapes: B samples, N patches, z = width channels of the feature, D hidden size."""
 
 import torch
 from torch import Tensor, nn

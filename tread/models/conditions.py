@@ -1,7 +1,6 @@
 """A network's conditions: labels (B,) int64, or texts for the network in text_dit.py. Functions here take either kind.
 
-Shapes: B samples, T text tokens, C and P channels of an encoder's tokens and of its pooled text.
-"""
+Shapes: B samples, T text tokens, C and P channels of an encoder's tokens and of its pooled text."""
 
 from collections.abc import Callable
 from typing import NamedTuple

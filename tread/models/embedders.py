@@ -1,7 +1,6 @@
 """Maps a network's inputs to tokens and conditioning, as in public DiT (Peebles & Xie, ICCV 2023, arXiv 2212.09748).
 
-Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size.
-"""
+Shapes: B samples, C channels, S×S latents, p patch size, N = (S/p)² tokens, D hidden size."""
 
 import math
 from typing import Literal

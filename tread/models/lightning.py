@@ -3,8 +3,7 @@
 Parameters are named and shaped as in public LightningDiT checkpoints; norm="layer", mlp="gelu", positions="sincos" make
 it DiT (dit.py), names included. If some tokens skip blocks, the others keep their positions in the full grid.
 
-Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of d = D/H channels.
-"""
+Shapes: B samples, N tokens of a grid in raster order, D hidden size, H heads of d = D/H channels."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -6,8 +6,7 @@ one sequence. If some rows of tokens skip a block, the block scans the others as
 linear in the number of tokens. With attention_every some blocks are DiT's own. No public checkpoint has exactly these
 blocks: their widths, the default of two directions and which weights are shared were chosen for this code.
 
-Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E = expand·D.
-"""
+Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size, E = expand·D."""
 
 import math
 from collections.abc import Callable

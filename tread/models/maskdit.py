@@ -4,8 +4,7 @@ In training half of the tokens skip the encoder. A learned mask token then takes
 small decoder runs on all tokens. Parameter names are those of public MaskDiT checkpoints without the prefix `model.`,
 except that labels are embedded by DiT's embedding table, whose row for the null class is zero.
 
-Shapes: B samples, N tokens, D hidden size, W the decoder's hidden size.
-"""
+Shapes: B samples, N tokens, D hidden size, W the decoder's hidden size."""
 
 import math
 from collections.abc import Sequence

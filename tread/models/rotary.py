@@ -1,7 +1,6 @@
 """Rotary positions (RoFormer; Su et al. 2021, arXiv 2104.09864) in two dimensions, as in LightningDiT.
 
-Shapes: B samples, N tokens of a square grid in raster order, H heads of d channels.
-"""
+Shapes: B samples, N tokens of a square grid in raster order, H heads of d channels."""
 
 import math
 from collections.abc import Mapping

@@ -5,8 +5,7 @@ channels of its four neighbours, as in Vision-RWKV (Duan et al. 2024, arXiv 2403
 layer are DiT's adaLN-Zero (backbone.py), which Diffusion-RWKV has as an option. Diffusion-RWKV's long skip connections
 between shallow and deep blocks are left out, as in TREAD. Costs are linear in the number of tokens.
 
-Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size.
-"""
+Shapes: B samples, N = H·W tokens of a grid in raster order, D hidden size."""
 
 from functools import partial
 from typing import Any

@@ -5,8 +5,7 @@ that skipped g. Then the outputs of f and g are concatenated and projected back 
 in some samples (path_drop): mask tokens then replace all of g's output. Blocks are LightningDiT's, by default with
 DiT's norm, MLP and positions. Tokens that run in g keep their positions in the full grid.
 
-Shapes: B samples, N tokens of a grid in raster order, D hidden size.
-"""
+Shapes: B samples, N tokens of a grid in raster order, D hidden size."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

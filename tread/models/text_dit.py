@@ -6,8 +6,7 @@ to the timestep's conditioning. The last projections of cross-attention and of t
 text has no effect on an untrained network. Only picture tokens skip blocks: each block sees the whole text. With
 norm="layer", mlp="gelu" and positions="sincos", all parameters but the text's are DiT's (dit.py), with the same names.
 
-Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of text tokens and pooled text.
-"""
+Shapes: B samples, N picture tokens, T text tokens, D hidden size, C and P channels of text tokens and pooled text."""
 
 from functools import partial
 from typing import Any

@@ -1,8 +1,7 @@
 """Stores of files: a folder, zip, tar or several tars, read in any order by several processes, without unpacking.
 
 A store has `names` (the sorted names of its files), `folders` (the names of its folders; an archive may omit some)
-and `read(name, most)`, which returns the first `most` bytes of a file, by default all of them, or raises OSError.
-"""
+and `read(name, most)`, which returns the first `most` bytes of a file, by default all of them, or raises OSError."""
 
 import functools
 import glob

@@ -6,8 +6,7 @@ also those whose skin tone it lacks, are left out.
 
 A composition is a person with an activity (a profession, a sport, a kind of hair, …), a gender and a skin tone. For
 each activity, the woman of one tone and the man of another are held out: training never sees these combinations of
-three traits, but sees every pair of traits in them. Of all other emoji, 5%, chosen by a hash, are held out too.
-"""
+three traits, but sees every pair of traits in them. Of all other emoji, 5%, chosen by a hash, are held out too."""
 
 import functools
 import hashlib

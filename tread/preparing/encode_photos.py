@@ -2,8 +2,7 @@
 
 All checks run before the long work. Processes share the shards; the same command, run again, makes the missing ones.
 Batches never cross a shard, so a shard depends on its pictures, the options and the device, but not on the process that
-makes it (on a CPU, its last bits also depend on the number of threads).
-"""
+makes it (on a CPU, its last bits also depend on the number of threads)."""
 
 import itertools
 import json

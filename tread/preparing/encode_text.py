@@ -1,8 +1,7 @@
 """Writes a text encoder's encodings of a dataset's captions into the dataset's folder (`prepare_text`).
 
 All checks run before the long work. Processes share the shards; the same command, run again, makes the missing ones.
-Batches never cross a shard, so a shard does not depend on the process that makes it.
-"""
+Batches never cross a shard, so a shard does not depend on the process that makes it."""
 
 import itertools
 from collections.abc import Iterable

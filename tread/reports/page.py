@@ -1,8 +1,7 @@
 """Writes an HTML page of texts, tables, curves (plotly) and pictures that needs no other file and no network.
 
 All text that does not come from page.html, page.css or page.js is escaped here. The page's Content-Security-Policy
-forbids every request, so that the page will look the same years from now.
-"""
+forbids every request, so that the page will look the same years from now."""
 
 import base64
 import html

@@ -10,8 +10,7 @@ during the forward pass, in run_blocks (routing_module.py).
 
 This file needs only torch and routing_module.py.
 
-Shapes: B samples, N = H·W tokens of an H×W grid in raster order, K kept tokens.
-"""
+Shapes: B samples, N = H·W tokens of an H×W grid in raster order, K kept tokens."""
 
 import math
 from collections.abc import Sequence

@@ -2,8 +2,7 @@
 
 A block with rotary angles from arange(x.shape[1]), say, gives K kept tokens the positions 0..K−1, and no error occurs.
 If positions are passed along with the tokens instead, permuted tokens give permuted outputs. The check permutes all
-tokens and compares. This file needs only torch and routing_module.py.
-"""
+tokens and compares. This file needs only torch and routing_module.py."""
 
 import contextlib
 import warnings

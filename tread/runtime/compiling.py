@@ -1,7 +1,6 @@
 """torch.compile block by block: all blocks of a network share one graph for each kind of call.
 
-A kind is set by batch shape, number of tokens, precision and whether gradients are on. A run has a handful of kinds.
-"""
+A kind is set by batch shape, number of tokens, precision and whether gradients are on. A run has a handful of kinds."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal

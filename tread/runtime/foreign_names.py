@@ -1,7 +1,6 @@
 """Names of settings in other codebases (diffusers, timm, Lightning, DiT, SiT, EDM), and ours for the same settings.
 
-They are used in error messages only: another codebase's name is not accepted, as its meaning may differ.
-"""
+They are used in error messages only: another codebase's name is not accepted, as its meaning may differ."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,6 @@
 """Imports plugins: user modules, named by the setting `plugins`, that add architectures, optimizers, metrics and so on.
 
-schema.read imports them before it reads other keys. Resuming, sampling and scoring import those that training did.
-"""
+schema.read imports them before it reads other keys. Resuming, sampling and scoring import those that training did."""
 
 import importlib
 import sys

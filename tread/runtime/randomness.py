@@ -2,8 +2,7 @@
 
 Each random number of training is a function of (seed, step, purpose, position in the global batch). A step's numbers
 are drawn for the global batch; a rank or micro-batch takes its rows. So nothing depends on ranks or accumulation, and a
-resumed run needs no generator state. Numbers repeat bit for bit on one kind of device; CPUs and GPUs differ.
-"""
+resumed run needs no generator state. Numbers repeat bit for bit on one kind of device; CPUs and GPUs differ."""
 
 import hashlib
 

@@ -1,8 +1,7 @@
 """Reads settings, nested dicts, into dataclasses by their annotations; unknown keys and wrong types raise ValueError.
 
 Choices are Literals. In Annotated[type, …] a Range limits a number, a string is a hint for error messages, and a Chosen
-marks a section whose dataclass is picked from a table. Numbers without a Range must be finite.
-"""
+marks a section whose dataclass is picked from a table. Numbers without a Range must be finite."""
 
 import difflib
 import json

@@ -3,8 +3,7 @@
 Layouts that are read: weights alone; under a key of KEYS, as {"model": …, "ema": …, "opt": …} (public DiT, SiT) or
 {"model_state_dict": …, "ema_state_dict": …} (released TREAD); ema_pytorch's "ema_model.…" and "online_model.…".
 Prefixes of wrappers are removed, such as "module." (DDP) and "model." (a preconditioned network), and "_orig_mod."
-(torch.compile) anywhere in a name. Released MaskDiT's class matrix, for one-hot labels, becomes an embedding table.
-"""
+(torch.compile) anywhere in a name. Released MaskDiT's class matrix, for one-hot labels, becomes an embedding table."""
 
 import argparse
 import hashlib

@@ -4,8 +4,7 @@ Steps with equal routes and tensor shapes are of one kind. The first ones of a k
 used for recording. Then a graph is recorded, and later steps copy their inputs into its fixed buffers and replay it.
 All graphs share a memory pool, as a graph's own tensors are not needed after its step; weights, optimizer, averages and
 statistics lie outside. A new graph is first tried on the inputs of two steps, without updating weights: losses and
-gradient norms must be within 1% of those without a graph. If not, or if recording fails, the run goes on without.
-"""
+gradient norms must be within 1% of those without a graph. If not, or if recording fails, the run goes on without."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

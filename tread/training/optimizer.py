@@ -2,8 +2,7 @@
 
 A step is bad if the norm of its gradients is not finite. DDP has made the norm equal on all processes, and `backward`
 turns a loss that is not finite into NaN gradients. Whether a step is bad is a flag on the device: fused AdamW takes it
-as `found_inf`, EMAs of the weights take it as `skip`, and `step_unless` applies it to other optimizers.
-"""
+as `found_inf`, EMAs of the weights take it as `skip`, and `step_unless` applies it to other optimizers."""
 
 import math
 
