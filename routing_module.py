@@ -296,7 +296,9 @@ def times_written(tokens: Tensor) -> int:
 def run_in_fp32(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Call a block without autocast, on inputs cast to fp32, and return its output in the first input's dtype."""
     with torch.autocast(inputs[0].device.type, enabled=False):
-        return block(*(a.float() if a.is_floating_point() else a for a in inputs)).to(inputs[0].dtype)
+        given = block(*(a.float() if a.is_floating_point() else a for a in inputs))
+    dtype = inputs[0].dtype
+    return tuple(part.to(dtype) for part in given) if isinstance(given, tuple) else given.to(dtype)
 
 
 @dataclass

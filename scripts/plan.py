@@ -48,6 +48,8 @@ class Options:
 
 @door()
 def main(tree: dict) -> None:
+    if tree["run"] is not None:
+        raise ValueError("run=… is train.py's: for a plan, type the settings in which the run differs")
     options = schema.read({key: tree.pop(key) for key in KEYS}, Options)
     cfg = settings.read(tree)
     shape = (cfg.dataset.channels, cfg.dataset.size, cfg.dataset.num_classes)
@@ -57,9 +59,13 @@ def main(tree: dict) -> None:
 
 
 def show(cfg: Settings, options: Options) -> None:
-    """Print the plans without and with routes (if any). Raises ValueError if devices doesn't divide the batch size."""
+    """Print the plans without and with routes (if any). Raises ValueError if the batch can't be divided as asked."""
     if cfg.train.batch_size % options.devices:
         raise ValueError(f"train.batch_size {cfg.train.batch_size} is not a multiple of devices {options.devices}")
+    if (cfg.train.batch_size // options.devices) % (cfg.train.micro_batch_size or 1):
+        raise ValueError(
+            f"train.micro_batch_size {cfg.train.micro_batch_size} does not divide a device's images a step"
+        )
     network, until = costs.blank_network(cfg), cfg.train.routes_until
     routes, images = cfg.model.resolved_routes if until != 0 else (), cfg.train.batch_size // options.devices
     constants, measured = constants_of(options.device)
@@ -117,7 +123,8 @@ def column(
     few, more = pairs[0]
     micro = min(costs.largest_micro_batch(*pair, once, room) for pair in pairs) if warning else once
     alone = options.devices == 1 and not live and getattr(cfg.model, "kernel", "torch") == "torch"
-    graphs = cfg.train.cuda_graphs is True or (cfg.train.cuda_graphs and alone)  # a step is one launch
+    able = cfg.train.cuda_graphs and cfg.optim.name in ("adamw", "muon")  # whose steps take the rate as a tensor
+    graphs = able and (alone or cfg.train.cuda_graphs is True)  # a step is one launch
     constants = constants._replace(launch=0.0 if graphs else constants.launch * -(-images // max(1, micro)))
     frozen = 4 * (count_parameters(network) - count_parameters(network, trained=True))
     saved = few.saved + (max(1, micro) - 1) * (more.saved - few.saved)

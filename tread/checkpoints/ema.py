@@ -62,8 +62,8 @@ class EMA:
 
 
 def fused_average(averaged: list[Tensor], current: list[Tensor], share: Tensor | float, skip: Tensor) -> None:
-    """Do averaged += share·(current − averaged) in one pass, unless `skip` is 1: by fused SGD with gradient −current
-    and weight decay 1. torch._foreach_lerp_ would launch a kernel per parameter if its weight is on the device."""
+    """Do averaged += share·(current − averaged) in one pass, or nothing if `skip` is 1. It is fused SGD, with gradient
+    −current and weight decay 1; torch._foreach_lerp_ by a weight on the GPU would launch a kernel per parameter."""
     torch._fused_sgd_(
         averaged, current, [], weight_decay=1.0, momentum=0.0, lr=share, dampening=0.0, nesterov=False, maximize=True,
         is_first_step=False, found_inf=skip,

@@ -86,6 +86,7 @@ def describe(settings: Mapping[str, int | float | bool]) -> str:
 
 KINDS = {"ema": "averaged (ema)", "model": "raw (model)"}
 PROJECTORS = "projectors."  # prefix of names of REPA's projectors in public files; only training uses projectors
+NOISE = "noise on timesteps 0..999"  # what weights predict with predicts=noise
 LATENTS = ("autoencoder", "scale", "shift", "channel_shift", "channel_scale")
 
 
@@ -231,8 +232,9 @@ class StoredWeights:
         theirs = config.get("objective", cfg.objective)
         if theirs == "edm" and config.get("edm", {}).get("predicts") == "ddpm_noise":
             recorded = "noise"
-        told = {"noise": "noise on timesteps 0..999", "objective": f"what objective={cfg.objective} trains"}
-        pairs = {"the prediction": (told.get(recorded, recorded), told.get(predicts, predicts))}
+        there, here = (f"what objective={objective} trains" for objective in (theirs, cfg.objective))
+        there, here = (NOISE if kind == "noise" else usual for kind, usual in ((recorded, there), (predicts, here)))
+        pairs = {} if recorded == predicts else {"the prediction": (there, here)}
         if recorded == predicts == "objective":
             process = process_of(cfg)
             pairs["objective"] = (theirs, cfg.objective)

@@ -214,7 +214,7 @@ class LatentDataset:
 
         views     the view of each sample, or one for all: 0 plain, 1 mirrored.
         pin       use page-locked CPU memory, but not for labels, text masks, word ids or pictures computed from pixels.
-        captions  for each sample, the number of the caption to read among all of the dataset; None: its first one.
+        captions  (B,) numbers of the captions to read, counted over the whole dataset; None: each sample's first.
 
         Tensors are in CPU memory, with one exception: with placement "device", latents and text are on the device, and
         so are pictures that are computed from stored pixels.

@@ -54,7 +54,7 @@ class ShardStore:
         """Create the work folder, or continue the work in it; one process must call this before any process writes.
 
         again  discard shards made with another plan; without `again`, they raise ValueError.
-        begun  {key: value} to replace in `plan` before it is compared with the plan.json of unfinished work.
+        begun  {key: value} that stand in for the plan's when it is compared with unfinished work; never written.
 
         The ValueError says what differs. Raises OSError if the folder cannot be written.
         """

@@ -158,6 +158,7 @@ class TrainedModel:
         check("output", output, Output)
         check("batch_size", batch_size, Count)
         check("steps", steps, Count | None)
+        batch_size, steps = int(batch_size), steps and int(steps)  # 2.0 passes, as on the command line
         given = {"scale": scale, "strong": strong, "weak": weak, "interval": interval, "checkpoint": checkpoint}
         given |= {"weights": weights, "same_ids": same_ids, "force": force}
         guide = read_guidance(guidance, {name: value for name, value in given.items() if value is not None})

@@ -43,8 +43,8 @@ class States(NamedTuple):
 def block_states(
     network: Backbone, x: Tensor, t: Tensor, y: Tensor, routes: Routes = (), **more: Tensor
 ) -> tuple[Tensor, States]:
-    """Return a network's output (B, out_channels, S, S) and its States. The arguments are those of Backbone.forward:
-    latents x, time input t, labels or texts y, `routes` as made by `pair` (tread/routing/ids.py), a class token."""
+    """Return a network's output (B, out_channels, S, S) and its States. The inputs are those of Backbone.forward:
+    latents x, time input t, labels or texts y, `routes` from `pair` (tread/routing/ids.py); in `more`, class_token."""
     embedded: list[Tensor] = []
     record = Record(blocks=range(len(network.blocks)))
     with network.x_embedder.register_forward_hook(lambda _, given, output: embedded.append(output)):

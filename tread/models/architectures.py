@@ -185,7 +185,7 @@ class DiTOptions(NetworkOptions):
 
     def check_routes(self) -> None:
         super().check_routes()
-        if self.value_residual and any(route.start == 0 for route in self.resolved_routes):
+        if self.value_residual and any(r.start == 0 and r.rejoins.removes for r in self.resolved_routes):
             raise ValueError("value_residual is true, but a route starts at block 0, whose values every token needs")
 
     @classmethod

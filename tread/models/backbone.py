@@ -25,8 +25,8 @@ Init = Literal["adaln_zero", "xavier"]
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Return x·(1 + scale) + shift for tokens x (B, N, D), shift and scale (B, D); in fp32 under autocast."""
-    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        x = x.float()  # norms return bf16 there
+    if x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type):
+        x = x.float()  # norms return bf16 on a CPU, and RMSNorm does on a GPU before torch 2.12
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
@@ -252,6 +252,8 @@ class Backbone(nn.Module):
         tokens = self.x_embedder(x, self.pos_embed, self.residual)
         if self.z_embedder is not None:
             tokens = self.z_embedder.before(tokens, class_token)
+        elif class_token is not None:
+            raise ValueError("class_token is given, but this network has none")
         embedded = self.y_embedder(y)
         condition, *shared = embedded if isinstance(embedded, tuple) else (embedded,)
         return tokens, self.t_embedder(t) + condition, *shared

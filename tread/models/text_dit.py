@@ -63,7 +63,8 @@ class TextBlock(DiTBlock):
     def multiply_adds(self, tokens: int, attention: bool = True) -> int:
         kv, T = self.cross_attn.kv, self.text_tokens  # kv runs on the text instead of the tokens
         products = tokens * T * kv.out_features if attention else 0
-        return super().multiply_adds(tokens, attention) + (T - tokens) * kv.weight.numel() + products
+        weights = sum(layer.weight.numel() for layer in kv.modules() if isinstance(layer, nn.Linear))  # LoRA's too
+        return super().multiply_adds(tokens, attention) + (T - tokens) * weights + products
 
 
 class TextEmbedder(nn.Module):

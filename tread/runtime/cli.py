@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from tread.runtime.signals import leave_at_once
 
 ONE_EACH = "one command for each value, each with its own name="
 AT_HOME = re.compile(r"(?:(?<==)|(?<==['\"]))~(?=/)")
-CONFIG_DIR = re.compile(r"(?:^| )(?:--config-dir|-cd)[ =](\S+)")
 
 
 def door(kind: type | None = None, stopped: str = "stopped") -> Callable[[Callable[[Any], None]], Callable[[], None]]:
@@ -89,12 +88,18 @@ def open_door(
     leave_at_once(0)
 
 
+def config_folders(words: Sequence[str]) -> list[Path]:
+    """Return the folders that the command-line arguments `words` name by --config-dir or -cd."""
+    parts = [part for word in words for part in word.split("=", word.startswith(("--config-dir=", "-cd=")))]
+    return [Path(after) for name, after in zip(parts, parts[1:]) if name in ("--config-dir", "-cd")]
+
+
 def named_plugins(words: list[str], config: Path) -> list[str]:
     """Return the plugins that the command-line arguments `words` name by plugins=…, else those that an experiment in
     them or the config file names. Returns [] if one can't be parsed; the script reports that error later."""
     typed = [word.lstrip("+") for word in words if re.match(r"\+*plugins=", word)]
     names = [f"experiment/{found[1]}.yaml" for word in words if (found := re.match(r"\+*experiment=(.+)", word))]
-    places = product([config.parent, *map(Path, CONFIG_DIR.findall(" ".join(words)))], names)
+    places = product([config.parent, *config_folders(words)], names)
     files = [path for folder, name in places if (path := folder / name).is_file()]
     with contextlib.suppress(Exception):  # a config that can't be read is refused later, with the reason
         plugins = OmegaConf.merge(*map(OmegaConf.load, [config, *files]), OmegaConf.from_dotlist(typed)).get("plugins")

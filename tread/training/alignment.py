@@ -165,7 +165,7 @@ class Aligner:
         return self.teacher.output_of(block, *noisy, y, **noised_token(batch.class_token, token_noise, level))
 
     def distance(self, record: Record, targets: Tensor) -> Tensor:
-        """Return the alignment loss (B,) fp32 of projected tokens in `record` against `targets`, a mean over blocks."""
+        """Return the alignment loss (B,) fp32, the aligned blocks' mean: Aligned's `record` against self.targets(…)."""
         distance = alignment_loss if self.teacher is None else self_distance
         recorded = [record.outputs[block] for block in self.module.blocks]
         return sum(distance(projected, targets, ids_keep) for projected, ids_keep in recorded) / len(recorded)

@@ -69,7 +69,7 @@ class Clock:
             run.say(forecast(run, seconds))
 
     def advance(self) -> None:
-        """Add training since the last call or pause to run.seconds and run.flops. The device must have finished it."""
+        """Add to run.seconds and .flops the training since the last call or pause. The device must be done with it."""
         run, (step, since) = self.run, self.counted
         self.counted = run.step, time.perf_counter()
         self.seconds += self.counted[1] - since

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from tread.checkpoints.checkpoint import find_whole, newest
 from tread.checkpoints.run_log import RunLog, differences, value_at
-from tread.runtime.cli import CONFIG_DIR
+from tread.runtime.cli import config_folders
 from tread.runtime.plugins import absolute, import_plugins
 from tread.runtime.schema import check_overrides, written
 from tread.runtime.tensor_files import listed
@@ -52,7 +52,7 @@ def settle(composed: dict, arguments: Sequence[str], configs: Path) -> tuple[dic
         composed = {**composed, "name": folder.name, "results": str(folder.parent), "run": None}
     else:
         folder = Path(str(composed["results"])) / str(composed["name"])
-    starts, folders = RunLog(folder).starts(), [configs, *map(Path, CONFIG_DIR.findall(" ".join(arguments)))]
+    starts, folders = RunLog(folder).starts(), [configs, *config_folders(arguments)]
     checkpoint = None if starts else find_whole(folder)[0]
     if not starts and checkpoint is None:
         return composed, warnings
@@ -146,7 +146,7 @@ def leaves(key: str, value: object) -> list[str]:
 
 
 def keys_of(folders: Sequence[Path], name: str) -> set[str]:
-    """Return dotted keys set in <name>.yaml, if a folder has it; for a group's file, also in its defaults' files."""
+    """Return dotted keys set by the folders' first <name>.yaml, if any, and, for name=group/choice, by its defaults."""
     paths = [path for path in (folder / f"{name}.yaml" for folder in folders) if path.is_file()]
     tree = OmegaConf.to_container(OmegaConf.load(paths[0])) if paths else {}
     own = f"override /{Path(name).parent}"  # a name alone is of the same group
