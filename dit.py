@@ -4,8 +4,7 @@ Parameter names and shapes are those of public DiT checkpoints, so such a state 
 holds the blocks, with the options of LightningDiT (tread/models/lightning.py); last layer and forward pass are in
 tread/models/backbone.py, embedders in tread/models/embedders.py.
 
-Shapes: B samples, N tokens, D hidden size, H heads of d = D/H channels.
-"""
+Shapes: B samples, N tokens, D hidden size, H heads of d = D/H channels."""
 
 from collections.abc import Callable
 from typing import Any, Literal

@@ -4,8 +4,7 @@ It follows SiT (Ma et al. 2024, arXiv 2401.08740), except that t is logit-normal
 by default, as in the released TREAD code, not uniform. All random numbers are arguments. RF has the interface of EDM
 (tread/diffusion/edm.py), defined in tread/diffusion/process.py, so training, guidance and sampling work with both.
 
-Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64, or a Text.
-"""
+Shapes: x (B, C, S, S); t (B,) or a scalar, in [0, 1]; y (B,) int64, or a Text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

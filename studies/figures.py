@@ -1,7 +1,6 @@
 """Draws a study's figure, writes its table, and publishes both in a folder beside the study's YAML.
 
-An arm is a kind of run that a study compares with others; it has one run per seed.
-"""
+An arm is a kind of run that a study compares with others; it has one run per seed."""
 
 import json
 import math
@@ -152,6 +151,7 @@ def outcome(study: Study, results: Results) -> list[str]:
     not run, there is no verdict unless such an interval puts the arm behind the best that ran in the first metric."""
     if not (rule := study.rule):
         return []
+    results = {arm: [run for run in runs if run["trained"]] for arm, runs in results.items()}
     ends = last_means(results, rule["metrics"][0])
     absent = [arm for arm in (rule["arm"], *rule["rivals"]) if arm not in ends]
     ran = [arm for arm in rule["rivals"] if arm in ends]
@@ -280,7 +280,7 @@ def draw_curves(study: Study, results: Results, path: Path) -> None:
 def draw_differences(study: Study, results: Results, path: Path) -> None:
     """Draw to the image `path` how compared arms differ in each metric, at equal training images and at equal FLOPs."""
     panels = [less_panels(study, results, metric) for metric in measured(study.metrics, results)]
-    _save(study, path, [*chain(*panels)], key="shaded: 95% intervals of three seeds")
+    _save(study, path, [*chain(*panels)], key="shaded: 95% intervals of three or more seeds")
 
 
 def draw_balance(study: Study, results: Results, path: Path) -> None:
@@ -334,7 +334,8 @@ def precision_columns(study: Study, results: Results) -> Columns:
     """Return columns for FID, KID and recall: an unguided arm's value minus the first arm's at the same precision,
     which is interpolated between the first arm's scores at several cfg scales. A cell leaves out a seed if the arm's
     precision is outside the first arm's range, or if the first arm's precision doesn't rise with the scale."""
-    first, columns = next(iter(study.arms)), {}
+    tried = {trial for trials in study.trials.values() for trial in trials.values()}
+    first, columns = next(arm for arm in study.arms if arm not in tried), {}
     scaled = [first, *(name for way in study.ways if way.startswith("cfg") and (name := f"{first}, {way}") in results)]
     ends = [{run["seed"]: run["points"][-1] for run in results[arm]} for arm in scaled]
     for metric in ("fid", "kid", "recall"):
@@ -561,6 +562,7 @@ def draw_similarity(study: Study, results: Results, path: Path) -> None:
         save_heat_maps(path, panels, less, names, names, (label, label), study.seen, most=0)
 
 
+MOST_SEEDS = 9  # of an arm, in published results
 FIGURES = {
     "balance": Figure(draw_balance),
     "curves": Figure(draw_curves),
@@ -577,8 +579,10 @@ FIGURES = {
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
     """Write results.json (a line per finished training), table.md (it names missing runs) and, if there are results,
-    figure.png to `folder`, for `runs` and all others of the study's plan. `made`: {training's hash: result.json}."""
-    whole = [*{(run.arm, run.training.seed): run for run in (*plan(study, made=made), *runs)}.values()]
+    figure.png to `folder`, for `runs`, all others of the study's plan, and further seeds in `made`, {training's hash:
+    its result.json}."""
+    further = [run for run in plan(study, MOST_SEEDS, made) if run.training.key in made]  # seeds made elsewhere
+    whole = [*{(run.arm, run.training.seed): run for run in (*plan(study, made=made), *further, *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):
         if record and record["trained"]:

@@ -93,6 +93,8 @@ class Job:
         finished training is repeated, its old metrics and scores stay in the file until the new one is finished."""
         path, log = self.folder / "result.json", RunLog(self.folder / "train")
         result = json.loads(path.read_text()) if path.exists() else {}
+        if not result and len(log.starts()) > 1:
+            result = {"at_once": [0]}  # 0: not known of earlier launches, one of which was killed
         for start in log.starts()[-1:]:
             points: dict[int, dict] = {}
             steady = steady_seconds(log.records())
@@ -105,7 +107,7 @@ class Job:
             if result.get("trained", False) and result["points"] != ordered:  # of another training, with these scores
                 if not self.trained:
                     break
-                result = {"at_once": [0] * (len(log.starts()) > 1)}  # 0: not known of earlier launches
+                result = {"at_once": [0] * (len(log.starts()) > 1)}
             training = {"key": self.training.key, "seed": self.training.seed, "overrides": self.training.overrides}
             result |= training | {"trained": self.trained, "points": ordered}
             versions = start.get("versions", {})

@@ -19,6 +19,7 @@ class Made(TypedDict):
     seed: int
     points: list[dict]  # over training, each with images, FLOPs and metrics
     scores: list[dict]  # JSON of the scoring scripts
+    trained: bool  # whether its training is finished
     timed_on: tuple | None  # device, number of runs that shared it; None: not known or varied, so don't compare seconds
 
 
@@ -92,4 +93,4 @@ def _made(run: Planned, record: dict) -> Made:
         points[step] = point | {name: each for name, each in numbers.items() if isinstance(each, int | float)}
     at_once, ordered = record.get("at_once", []), [points[step] for step in sorted(points)]
     timed_on = (record.get("device"), *at_once) if len(at_once) == 1 else None
-    return Made(seed=record["seed"], points=ordered, scores=scores, timed_on=timed_on)
+    return Made(seed=record["seed"], points=ordered, scores=scores, trained=record["trained"], timed_on=timed_on)

@@ -20,7 +20,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -80,11 +80,11 @@ def run(options: Options) -> None:
     if study.figure not in FIGURES:
         raise ValueError(f"studies/{study.name}.yaml has figure.kind {study.figure}, not one of {', '.join(FIGURES)}")
     study = rehearsed(study) if options.rehearse else study
-    data, results = Path(options.data), Path(options.results)
+    data, results = Path(options.data).expanduser(), Path(options.results).expanduser()
     place = results / study.name / f"{study.scale}{'_rehearsal' * options.rehearse}"
     made = finished(results, options.again)
     if unknown := {*options.arms} - {*study.arms}:
-        raise ValueError(f"study {study.name} has no arm {', '.join(unknown)}, but {', '.join(study.arms)}")
+        raise ValueError(f"study {study.name} has no arm {', '.join(unknown)}, but {', '.join(map(repr, study.arms))}")
     asked = {*options.arms, *(f"{arm}, {way}" for arm in options.arms for way in study.ways)}
     asked = asked.union(*(study.trials.get(arm, {}).values() for arm in options.arms)) or {*study.arms}
 
@@ -118,7 +118,7 @@ def run(options: Options) -> None:
 
     def after() -> None:
         made = finished(results, options.again)
-        write(study, runs, made, place)
+        write(replace(study, seen=study.title), runs, made, place)  # study.seen is said of the published results
         if options.publish:
             publish(study, runs, finished(results), published)
 

@@ -1,8 +1,7 @@
 """Reads a study, which is one YAML file, and plans the runs of train.py and of the scoring scripts that it needs.
 
 A training is identified by a hash of its overrides and seed, a score by a hash of its step, script and overrides. So
-studies share equal runs, and a published result counts as done even without the run's folder.
-"""
+studies share equal runs, and a published result counts as done even without the run's folder."""
 
 import json
 import re
@@ -230,13 +229,15 @@ def read_study(name: str, scale: ScaleName) -> Study:
             arms[tried] = schema.read(_over(whole | {"samples": 0, "seeds": 1}, {"overrides": [word]}), Arm)
         whole |= {"first_seed": 1} if chosen else {}
         own_ways = {f"{arm}, {way}": scored for way, scored in ways.items() if only[way] is None or arm in only[way]}
-        own_ways = {called: scored | changed.get(called, {}) for called, scored in own_ways.items()}
         for called, scored in {arm: {}, **own_ways}.items():
-            arms[called] = schema.read(_over(whole, scored), Arm, f"arms.{called}.")
+            here = changed.get(called, {}) if scored else {}
+            if here is not None:  # null leaves the arm out
+                arms[called] = schema.read(_over(_over(whole, scored), here), Arm, f"arms.{called}.")
     against |= {f"{arm}, {way}": f"{other}, {way}" for arm, other in against.items() for way in ways}
     against, besides = ({a: b for a, b in each.items() if {a, b} <= {*arms}} for each in (against, besides))
     wanted = ({*tree}, {item.name for item in fields(Study)}), ({*figure["metrics"]}, {*METRICS})
-    for there, known in (*wanted, ({*rule.get("rivals", ())}, {*said_arms})):
+    ruled = {*rule.get("rivals", ()), *filter(None, [rule.get("arm")])}, {*said_arms}
+    for there, known in (*wanted, ruled, ({*rule.get("metrics", ())}, {*METRICS})):
         if unknown := sorted(there - known):
             raise ValueError(f"studies/{name}.yaml: unknown {', '.join(unknown)}")
     return Study(
@@ -309,6 +310,8 @@ def _planned(name: str, arm: Arm, seed: int) -> Planned:
     batch = settings_of(*plain).train.batch_size
     last, evaluate, save = (round(count / batch) for count in (arm.images, arm.evaluate, arm.save))
     if arm.flops:
+        if re.search(r"train\.(routes_until|ratio_schedule)", " ".join(arm.overrides)):
+            raise ValueError(f"{name}: flops needs steps of equal cost: no train.routes_until, no train.ratio_schedule")
         last = max(1, int(arm.flops) // training_flops(Training(plain, 0, 1, batch)))
     words = [_fractions(word, lambda fraction: str(round(last * fraction))) for word in arm.overrides]
     words += [f"train.steps={last}", f"every.evaluate={evaluate}", f"every.save={save}", f"every.sample={last}"]

@@ -773,7 +773,7 @@ def test_a_locked_run_is_waited_for_while_its_process_lives(tmp_path):
         (["study=convergence", "publish=true"], "publish=true is for scale=small"),
         (["study=when", "scale=gpu"], "studies/when.yaml has no scale gpu"),
         (["study=when", "rehearse=true"], "studies/when.yaml has no section rehearsal"),
-        (["study=cifar10", "arms=[dense]"], "study cifar10 has no arm dense, but dense 12, dense 12, cfg 1.25"),
+        (["study=cifar10", "arms=[dense]"], "study cifar10 has no arm dense, but 'dense 12', 'dense 12, cfg 1.25'"),
         (["study=convergence", "sceds=3"], "the nearest known one is 'seeds'"),
         (
             ["study=convergence", "scale=small", "seeds=9", "data=nowhere"],

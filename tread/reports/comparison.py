@@ -80,8 +80,9 @@ def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
 def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
     """Group runs that differ only in settings of APART (seed, logging, launch). Name the groups, and keep the order."""
     groups: dict[str, list[Found]] = {}
+    apart = (*APART, *([] if all(HELDOUT in run.config for run in runs) else [HELDOUT]))
     for run in runs:
-        key = json.dumps({name: value for name, value in run.config.items() if name not in APART}, sort_keys=True)
+        key = json.dumps({name: value for name, value in run.config.items() if name not in apart}, sort_keys=True)
         groups.setdefault(key, []).append(run)
     return [SeedGroup(name, members) for name, members in zip(_names(list(groups.values())), groups.values())]
 
@@ -262,4 +263,4 @@ def panel(groups: Sequence[SeedGroup], metric: str, axis: str) -> Panel:
         lines.append(Line(group.name, [value / size for value in x], y, None if None in spread else spread, dashed))
     label = ", ".join(filter(None, (known.title, known.unit)))
     note = ", with routes (dashed): not comparable to runs without" * any(line.dashed for line in lines)
-    return Panel(label + note, title, label, lines, log="y" * known.log)
+    return Panel(label + note, title, label, lines, log="y" * (known.log and any(line.y for line in lines)))

@@ -146,12 +146,11 @@ def step_seconds(
     update = step_flops(network, iterations) / images if cfg.optim.entry.splits else 0
     products = ((aligner.flops(routes) if aligner else 0) + update) / np.interp(network.hidden_size, *constants.reached)
     moved = network.hidden_size * END_BYTES.moved * network.num_tokens
-    values = getattr(cfg.model, "value_residual", False)
     for block, count, width in blocks:
         linear = block.multiply_adds(count, attention=False)
         mixing = block.multiply_adds(count) - linear
         products += 2 * passes(network) * (linear / np.interp(width, *constants.reached) + mixing / attention)
-        known = block_bytes(cfg.model.architecture, width, values)
+        known = block_bytes(cfg.model, width, block)
         moved += count * width * (known.moved_in_bf16 if cfg.train.residual == "bf16" else known.moved)
     moved = images * moved + UPDATE_BYTES * count_parameters(network, trained=True)
     seconds = images * products / device.products + moved / (constants.bandwidth * device.bandwidth)
@@ -187,9 +186,7 @@ def memory(
     averages, optimizer = averaged * (1 + len(cfg.ema.power)), 4 * cfg.optim.state_size(network)
     if traced:
         return traced._replace(averages=averages, optimizer=optimizer, peak=traced.peak + averages + optimizer)
-    blocks, kind = blocks_run(network, routes), cfg.model.architecture
-    values = getattr(cfg.model, "value_residual", False)
-    sizes = [(count * width, block_bytes(kind, width, values)) for _, count, width in blocks]
+    sizes = [(n * width, block_bytes(cfg.model, width, block)) for block, n, width in blocks_run(network, routes)]
     kept = sum(size * (block.budget if how == "budget" else block.saved) for size, block in sizes)
     if how == "checkpointing":  # each block's fp32 input, and the activations of one block
         kept = sum(4 * size for size, _ in sizes) + max(size * block.saved for size, block in sizes)
