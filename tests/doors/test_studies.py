@@ -402,6 +402,9 @@ def test_an_arm_behind_one_rival_is_behind_the_best_of_them():
         losses = {"TREAD": tread, "dense 8": 1.0, "dense 12": 1.2}
         made = {one.training.key: result_of(one, {1: losses[one.arm] + one.training.seed / 100}) for one in runs}
         assert said in figures.outcome(read, results.gather(runs, made))[0]
+    (halfway,) = (one for one in study.plan(read) if one.arm == "dense 5" and one.training.seed == 1)
+    made[halfway.training.key] = result_of(halfway, {1: 0.1}) | {"trained": False}
+    assert "dense 5, dense 12" in figures.outcome(read, results.gather([*runs, halfway], made))[0]
     begun = results.gather(study.plan(read, made={}), {})  # no trial has run, so the arms that choose are not planned
     assert "not decided: TREAD, dense 12" in figures.table(read, begun)
 
@@ -529,6 +532,9 @@ def test_a_training_done_anew_keeps_neither_its_place_nor_its_scores_by_halves(t
         assert [point["eval_loss"] for point in found["points"]] == ([1.0, 0.5] if state == "interrupted" else losses)
         assert len(found["scores"]) == (len(old["scores"]) if state == "interrupted" else 0) and found["trained"]
     assert found["at_once"] == [0, 7]  # beside how many the first part ran is not kept
+    (again.folder / "result.json").unlink()  # as after a launch that was killed
+    again.write_result(3)
+    assert json.loads((again.folder / "result.json").read_text())["at_once"] == [0, 3]
     monkeypatch.setattr(results, "HERE", tmp_path)
     for published, kept in ((old, False), (found | {"scores": old["scores"]}, True)):
         (tmp_path / "cifar10").mkdir(exist_ok=True)

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from dit import DiT, attend
 from rf import RF
 from routing_module import Route
+from tread.checkpoints.lora import Lora
 from tread.diffusion.edm import EDM
 from tread.diffusion.guidance import Branch, Guidance, guided
 from tread.diffusion.sampling import Model, Sampler, draw
@@ -266,6 +267,9 @@ def test_flops_are_those_that_torch_counts(encoder, routes):
     assert 2 * network.forward_flops(routes) == counted_flops(network, *given)
     products = [2 * 16 * (tokens**2 + tokens * 5) for tokens in ((16, 8, 8, 16) if routes else (16,) * 4)]
     assert network.forward_flops(routes) - network.forward_flops(routes, attention=False) == 2 * sum(products)
+    pytest.importorskip("peft")
+    Lora(rank=3).adapt(network)
+    assert 2 * network.forward_flops(routes) == counted_flops(network, *given)
 
 
 @pytest.mark.parametrize("choices", [{}, LIGHTNING], ids=["dit", "lightning"])

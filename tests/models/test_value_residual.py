@@ -184,3 +184,4 @@ def test_what_a_block_hands_on_is_gathered_and_full_again():
 def test_where_it_means_nothing_it_is_refused(read_config, words, shown):
     with pytest.raises(ValueError, match=shown):
         read_config(*words, "model.value_residual=true")
+    read_config("model=tread", "model.value_residual=true", "model.routes=[{start: 0, end: 3, rejoin: stale}]")

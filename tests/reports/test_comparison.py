@@ -129,6 +129,13 @@ def test_what_is_not_alike_is_said_and_then_nobody_reaches_anybody(tmp_path, sho
         assert " reaches " in shown(plain, longer) if folder == plain else " reaches " not in shown(plain, longer)
 
 
+def test_seeds_are_averaged_though_an_older_one_records_no_heldout_files(tmp_path, shown):
+    runs = [write_run(tmp_path / name, [0.4], seed=seed) for seed, name in enumerate("ab")]
+    *earlier, start = read_json(Path(runs[0]) / "run.json")
+    write_json(Path(runs[0]) / "run.json", [*earlier, start | {"heldout_files": {"0.npy": "sha256 a, 9 bytes"}}])
+    assert len(open_groups(runs)) == 1
+
+
 def test_seeds_of_different_code_are_said(tmp_path, shown):
     runs = [write_run(tmp_path / name, [0.4], seed=seed) for seed, name in enumerate("ab")]
     for folder, commit in zip(runs, ("1234+changes.ab", "1234+changes.cd")):

@@ -150,6 +150,8 @@ def test_a_plan_counts_launches_where_steps_are_no_graphs(tmp_path):
         speeds.append([float(each.replace(",", "")) for each in line.split()[1:]])
     alone, launched, graphed = speeds
     assert launched == [pytest.approx(256 / 0.03427, rel=0.01)] * 2
+    text = launch_door(plan.main, "plan", tmp_path, *words, "devices=8", "train.cuda_graphs=true", "optim.name=sgd")
+    assert float(re.search(r"images/s +([\d,]+)", text)[1].replace(",", "")) == launched[0]  # no graphs of SGD's steps
     assert 1.3 < alone[1] / alone[0] < 1.5
     assert all(0.85 < each / (8 * one) < 1 for each, one in zip(graphed, alone))  # each GPU runs all of the update
 
@@ -383,6 +385,8 @@ def test_a_kernel_for_gpus_is_planned_anywhere(tmp_path):
     [
         (["device=h300"], "device is 'h300', but must be h200, h100, a100, 4090 or this"),
         (["devices=3"], "train.batch_size 256 is not a multiple of devices 3"),
+        (["train.micro_batch_size=7"], "train.micro_batch_size 7 does not divide a device's images a step"),
+        (["run=results/x"], "run=… is train.py's"),
         (["price=-1"], "price is -1, but must be positive"),
         (["optim.groups=[{match: nothing, lr: 0}]"], "is found in no trained parameter's name"),
     ],

@@ -220,12 +220,12 @@ def test_a_changed_config_yaml_is_not_taken_by_an_old_run(composed, tmp_path, mo
     for commands, rate in (([other, experiment], 1e-5), ([experiment, other], before["optim"]["lr"])):
         run.write_text(json.dumps([{**log.starts()[0], "command": ["train.py", command]} for command in commands]))
         assert today(other, f"name={before['name']}")[0]["optim"]["lr"] == rate
-    (tmp_path / "mine/experiment").mkdir(parents=True)
-    (tmp_path / "mine/experiment/own.yaml").write_text("# @package _global_\noptim:\n  lr: 1e-5\n")
+    (tmp_path / "my own/experiment").mkdir(parents=True)
+    (tmp_path / "my own/experiment/own.yaml").write_text("# @package _global_\noptim:\n  lr: 1e-5\n")
     tree = composed("train.steps=9")
     tree["optim"]["lr"], tree["name"] = 1e-5, before["name"]
     run.write_text(json.dumps([{**log.starts()[0], "command": ["train.py", experiment]}]))
-    for typed in (["--config-dir", "mine"], ["--config-dir=mine"], ["-cd", str(tmp_path / "mine")]):
+    for typed in (["--config-dir", "my own"], ["--config-dir=my own"], ["-cd", str(tmp_path / "my own")]):
         found, _ = settle(tree, [*typed, "experiment=own", f"name={before['name']}"], CONFIGS)
         assert found["optim"]["lr"] == 1e-5 and found["model"]["depth"] == 12
 
