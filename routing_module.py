@@ -9,8 +9,7 @@ pairs (Route, ids_keep) and ids_keep (B, K) holds the indices of the kept tokens
 activation recomputation runs on the same tokens. More rules that choose tokens are in tread/routing/ids.py, and routes
 for models that can't be edited in tread/routing/hooks.py. This file needs only torch.
 
-Shapes: B samples, N tokens, K kept tokens, D channels.
-"""
+Shapes: B samples, N tokens, K kept tokens, D channels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

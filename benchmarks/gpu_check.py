@@ -340,11 +340,11 @@ def variants(check: Check) -> None:
         words = words_of(size, *[name] * ("=" in name), images=images[size])
         with functorch.patch(enable_autograd_cache=False), settings[name](), opened(*words) as run:
             for kind in ("dense", "routed"):
-                called = f"{size}, {kind}, {name}"
-                turns = check.turns(calls_of({kind: usual[kind], called: kinds_of(run)[kind]}))
+                called, default = f"{size}, {kind}, {name}", f"{size}, {kind}, as it is beside {name}"
+                turns = check.turns(calls_of({default: usual[kind], called: kinds_of(run)[kind]}))
                 if len(turns) == 2:
                     facts = {"ms": 1e3 * turns[called].median / BLOCK, "held_gb": turns[called].held / 1e9}
-                    check.add(called, statistics.median(turns[called].over(turns[kind])), "times as it is", **facts)
+                    check.add(called, statistics.median(turns[called].over(turns[default])), "times as it is", **facts)
 
     def of(size: str) -> None:
         with opened(*words_of(size, images=images[size])) as run:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from studies.paired import ENOUGH, EQUAL, along, curve, differences, estimate, last_difference, paired, series
-from studies.results import Made, Results, finished, gather, missing
+from studies.results import Made, Results, finished, gather, is_made, missing
 from studies.study import HERE, Planned, Study, plan, read_study, training_memory
 from tread.drawing.charts import Line, Panel, save_heat_maps, save_panels
 from tread.evaluation.metric_table import METRICS, feature_metrics
@@ -579,9 +579,11 @@ FIGURES = {
 
 def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], folder: Path) -> None:
     """Write results.json (a line per finished training), table.md (it names missing runs) and, if there are results,
-    figure.png to `folder`, for `runs`, all others of the study's plan, and further seeds in `made`, {training's hash:
-    its result.json}."""
-    further = [run for run in plan(study, MOST_SEEDS, made) if run.training.key in made]  # seeds made elsewhere
+    figure.png to `folder`, for `runs`, all others of the study's plan, and further seeds in the results.json
+    that it replaces. `made`: {training's hash: result.json}."""
+    file = folder / "results.json"
+    own = json.loads(file.read_text())["runs"] if file.exists() else {}
+    further = [run for run in plan(study, MOST_SEEDS, made) if run.training.key in own and is_made(run, made)]
     whole = [*{(run.arm, run.training.seed): run for run in (*plan(study, made=made), *further, *runs)}.values()]
     wanted, kept = {score.key for run in whole for score in run.scores}, {}
     for key, record in ((run.training.key, made.get(run.training.key)) for run in whole):
@@ -591,7 +593,7 @@ def publish(study: Study, runs: Sequence[Planned], made: Mapping[str, dict], fol
     head = json.dumps({"study": study.name, "scale": study.scale, "title": study.title})
     with explain_failure(folder):
         folder.mkdir(exist_ok=True)
-        write_whole(folder / "results.json", head[:-1] + f',\n "runs": {{\n{lines}\n }}}}\n')
+        write_whole(file, head[:-1] + f',\n "runs": {{\n{lines}\n }}}}\n')
     write(study, whole, kept, folder)
 
 

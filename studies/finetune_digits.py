@@ -4,8 +4,7 @@ python studies/finetune_digits.py out=results/finetune-digits steps=2500 seeds=1
 
 A network is trained on 0 to 6, then on all ten digits for a tenth of the steps; init_classes keeps the embeddings of 0
 to 6. It is compared with networks trained only on all ten, for a tenth and for all of the steps. `table.md` in `out`
-states the fraction of 100 samples per class that a classifier puts in the right class, for old and new classes.
-"""
+states the fraction of 100 samples per class that a classifier puts in the right class, for old and new classes."""
 
 import sys
 from pathlib import Path

@@ -140,6 +140,7 @@ def test_words_are_numbers_of_the_captions_own_vocabulary():
     assert [split_words(caption) for caption in captions] == naive
     assert set(vocabulary[2:]) == {word for words in naive for word in words}
     assert split_words("नमस्ते, दुनिया!") == ["नमस्ते", "दुनिया"]  # with vowel signs, which are no letters
+    assert split_words("\ufeffred\u200bapple, ❤\ufe0fred")[1::2] == ["red", "apple", "\ufe0f"]  # these join nothing
     encoder = text_encoder("words", captions)
     assert encoder.spec.tokens == 8 and encoder.spec.width is None and encoder.spec.vocabulary == vocabulary
     text = encoder.encode(["woman apple", "", "a woman, blue"])

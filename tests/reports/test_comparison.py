@@ -134,6 +134,9 @@ def test_seeds_are_averaged_though_an_older_one_records_no_heldout_files(tmp_pat
     *earlier, start = read_json(Path(runs[0]) / "run.json")
     write_json(Path(runs[0]) / "run.json", [*earlier, start | {"heldout_files": {"0.npy": "sha256 a, 9 bytes"}}])
     assert len(open_groups(runs)) == 1
+    *earlier, start = read_json(Path(runs[1]) / "run.json")
+    write_json(Path(runs[1]) / "run.json", [*earlier, start | {"heldout_files": {"0.npy": "sha256 b, 9 bytes"}}])
+    assert len(open_groups([*runs, write_run(tmp_path / "c", [0.4], model__name="dit")])) == 3  # each has its own
 
 
 def test_seeds_of_different_code_are_said(tmp_path, shown):

@@ -41,7 +41,10 @@ WORD = re.compile(r"[^\W_]+(?:[-'.][^\W_]+)*|[^\w\s,;:.()!?\"“”'-]")  # word
 def split_words(caption: str) -> list[str]:
     """Return a caption's words in lower case, without punctuation. Combining marks (as in Hindi) belong to words."""
     text = unicodedata.normalize("NFKC", caption).replace("’", "'").lower()
-    marked = "".join("x" if unicodedata.category(letter) in ("Mn", "Mc", "Cf") else letter for letter in text)
+    kinds = [
+        None if "\ufe00" <= letter <= "\ufe0f" else unicodedata.category(letter) for letter in text
+    ]  # emoji's styles
+    marked = "".join("x" if kind in ("Mn", "Mc") else letter for kind, letter in zip(kinds, text))
     return [text[slice(*found.span())] for found in WORD.finditer(marked)]
 
 

@@ -25,7 +25,7 @@ Init = Literal["adaln_zero", "xavier"]
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Return x·(1 + scale) + shift for tokens x (B, N, D), shift and scale (B, D); in fp32 under autocast."""
-    if x.dtype == torch.bfloat16 and torch.is_autocast_enabled(x.device.type):
+    if x.dtype == torch.bfloat16 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.float()  # norms return bf16 on a CPU, and RMSNorm does on a GPU before torch 2.12
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 

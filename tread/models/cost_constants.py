@@ -49,11 +49,14 @@ DEVICES = {
     "a100": Device(80e9, 312e12, 2.04e12),
     "4090": Device(24e9, 165e12, 1.01e12),
 }
-BLOCK_BYTES = {  # by architecture; tests/runtime/test_compiling.py compares them with torch's compiled graphs
-    "dit": BlockBytes(36.2, 179, 24.2, 137),
-    "lightning": BlockBytes(36.2, 205, 28.9, 171),
-    "dit_text": BlockBytes(48.1, 239, 32.2, 173),
-    "lightning_text": BlockBytes(48.1, 263, 38.9, 206),
+DIT = ("layer", "gelu", "sincos")  # DiT's norm, mlp and positions
+DIT_BYTES = {  # (whether norm, mlp and positions are DIT, else LightningDiT's; whether there is text) → a block's bytes
+    (True, False): BlockBytes(36.2, 179, 24.2, 137),
+    (False, False): BlockBytes(36.2, 205, 28.9, 171),
+    (True, True): BlockBytes(48.1, 239, 32.2, 173),
+    (False, True): BlockBytes(48.1, 263, 38.9, 206),
+}
+BLOCK_BYTES = {  # other architectures → a block's bytes; tests/runtime/test_compiling.py checks all with torch's graphs
     "rwkv": BlockBytes(68.5, 535, 44.6, 495),
     "mamba": BlockBytes(126.6, 1201, 84.6, 1159),
 }
@@ -68,18 +71,17 @@ SIZES = {"S": 384, "B": 768, "L": 1024, "XL": 1152}  # hidden sizes of DiTs
 
 def block_bytes(options: NetworkOptions, width: int, block: nn.Module | None = None) -> BlockBytes:
     """Return the BlockBytes of a `block` (None: the network's usual kind) of hidden size `width` in a network of
-    `options`. Architectures not in BLOCK_BYTES, such as MaskDiT, and attention blocks among Mamba's count as DiT. With
-    other options than those that BLOCK_BYTES was measured with, results are within 10% of measured ones (`budget`:
-    30%)."""
-    among = hasattr(options, "attention_every")  # a network whose blocks scan, or have attention
-    scans = among and not hasattr(block, "attn")
-    kind = "dit" if among and not scans else options.architecture
+    `options`. Where the tables were measured with other options, it is within 15% of measurements (`budget`: 30%)."""
+    scans = hasattr(options, "directions") and not hasattr(block, "attn")  # not an attention block among Mamba's
+    parts = tuple(getattr(options, name, usual) for name, usual in zip(("norm", "mlp", "positions"), DIT))
+    row = DIT_BYTES[parts == DIT, options.takes_text]
+    if scans or not hasattr(options, "directions"):
+        row = BLOCK_BYTES.get(options.architecture, row)
     mixing, normed = (getattr(options, name, False) for name in ("value_residual", "qk_norm"))
-    terms = [(1.0, BLOCK_BYTES.get(kind, BLOCK_BYTES["dit"])), (options.mlp_ratio - 4, MLP_BYTES)]
-    terms += [(mixing, VALUE_BYTES), (normed, NORM_BYTES)]
+    terms = [(1.0, row), (options.mlp_ratio - 4, MLP_BYTES), (mixing, VALUE_BYTES), (normed, NORM_BYTES)]
     if scans:
         state, scanned = options.state / 64, options.directions * options.expand / 4
-        terms[0] = 0.3 + scanned * (0.58 + 0.12 * state), BLOCK_BYTES[kind]
+        terms[0] = 0.3 + scanned * (0.58 + 0.12 * state), row
         terms += [(scanned * state / width, TOKEN_BYTES)]
     return BlockBytes(*(sum(weight * row[column] for weight, row in terms) for column in range(4)))
 

@@ -80,11 +80,16 @@ def open_groups(patterns: Sequence[str]) -> list[SeedGroup]:
 def group_runs(runs: Sequence[Found]) -> list[SeedGroup]:
     """Group runs that differ only in settings of APART (seed, logging, launch). Name the groups, and keep the order."""
     groups: dict[str, list[Found]] = {}
-    apart = (*APART, *([] if all(HELDOUT in run.config for run in runs) else [HELDOUT]))
     for run in runs:
-        key = json.dumps({name: value for name, value in run.config.items() if name not in apart}, sort_keys=True)
+        alike = {name: value for name, value in run.config.items() if name not in (*APART, HELDOUT)}
+        key = json.dumps(alike, sort_keys=True)
         groups.setdefault(key, []).append(run)
-    return [SeedGroup(name, members) for name, members in zip(_names(list(groups.values())), groups.values())]
+    split = []
+    for members in groups.values():
+        held = [*dict.fromkeys(run.config.get(HELDOUT) for run in members)]
+        apart = len({*held} - {None}) > 1  # else a run that records no held-out files counts as having the others'
+        split += [[run for run in members if run.config.get(HELDOUT) == each] for each in held] if apart else [members]
+    return [SeedGroup(name, members) for name, members in zip(_names(split), split)]
 
 
 def _names(groups: list[list[Found]]) -> list[str]:
